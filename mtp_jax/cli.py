@@ -1,0 +1,46 @@
+"""The `mtp-jax` command: `mtp-jax serve ...`, `mtp-jax version`."""
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Sequence
+
+from mtp_jax import __version__
+
+
+def _serve(argv: Sequence[str]) -> int:
+    from mtp_jax.server.launch import main as serve  # a web framework: `version` needs none
+
+    return serve(argv, prog="mtp-jax serve")
+
+
+def _version(argv: Sequence[str]) -> int:
+    if argv:
+        print(f"mtp-jax version: got {argv[0]!r}; expected no arguments", file=sys.stderr)
+        return 2
+    print(f"mtp-jax {__version__} (jax {importlib.metadata.version('jax')})")
+    return 0
+
+
+# Name -> what it does in a line, and the function that takes the remaining arguments.
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "serve": ("serve a model over HTTP with OpenAI's API", _serve),
+    "version": ("print the version", _version),
+}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10}{text}" for name, (text, _) in COMMANDS.items()]
+    return "\n".join(["usage: mtp-jax COMMAND ...", "", *lines, "", "mtp-jax COMMAND --help tells more."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if not arguments or arguments[0] not in COMMANDS:
+        got = repr(arguments[0]) if arguments else "nothing"
+        print(f"mtp-jax: got {got}; expected a command: {' or '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return COMMANDS[arguments[0]][1](arguments[1:])

@@ -1,0 +1,112 @@
+"""Configuration as plain frozen data: what the model is, and how the engine runs it."""
+
+import dataclasses
+from typing import Literal
+
+from mtp_jax.errors import InvalidValueError
+
+MAX_SPECULATIVE_TOKENS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Frequency scaling of rotary embeddings (`rope_scaling` of config.json).
+
+    `linear` divides every frequency by `factor`; `llama3` leaves high frequencies alone, divides
+    low ones and blends between (`low_freq_factor`, `high_freq_factor`, `original_max_position`).
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a dense decoder and of its MTP module. Field names follow Hugging Face's config.json."""
+
+    model_type: str  # registry key: "llama", "qwen2", "mimo"
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # q, k and v only (Qwen2, MiMo)
+    num_nextn_predict_layers: int = 0  # MTP modules in the checkpoint
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs a model. Every default is what `serve` shows in its help text."""
+
+    stages: int = 1  # Z: pipeline stages
+    data: int = 1  # replicas of slots and pages
+    tensor: int = 1  # shards of heads, ffn columns and vocabulary
+    max_num_seqs: int = 16  # request slots
+    max_model_len: int = 2048  # tokens: prompt and completion together
+    page_size: int = 16  # tokens a KV page
+    num_pages: int = 1024  # KV pages of every layer's cache
+    num_speculative_tokens: int = 0  # K: drafts a round; 0 is plain decoding by the same code
+    draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    prefill_chunk: int = 64  # prompt tokens a tick at most
+    max_rounds: int = 1  # R: rounds of the ring a dispatch at most (a power of two up to 8)
+    min_rows: int = 1  # rows a group at least; 2 on GPUs, where one row lowers to slow reductions
+    min_table_tokens: int = 256  # smallest bucket of context length that is compiled for
+    enable_prefix_caching: bool = True
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    def __post_init__(self):
+        positive = ("stages", "data", "tensor", "max_num_seqs", "max_model_len", "page_size", "num_pages")
+        for name in (*positive, "prefill_chunk", "min_rows", "min_table_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidValueError(name, getattr(self, name), "an integer of at least 1")
+        if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            legal = f"0 to {MAX_SPECULATIVE_TOKENS}"
+            raise InvalidValueError("num_speculative_tokens", self.num_speculative_tokens, legal)
+        if self.max_rounds not in (1, 2, 4, 8):
+            raise InvalidValueError("max_rounds", self.max_rounds, "1, 2, 4 or 8")
+        if self.page_size % 4:
+            raise InvalidValueError("page_size", self.page_size, "a multiple of 4")
+
+    @property
+    def rows_per_group(self) -> int:
+        """Most rows that one of the Z groups of the ring can hold."""
+        return max(self.min_rows, -(-self.max_num_seqs // self.stages))
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Width of a full page table: pages that cover `max_model_len` tokens."""
+        return -(-self.max_model_len // self.page_size)
+
+
+def power_of_two_buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
+    """Sizes that grow by `factor` from `smallest`, the last one cut to `largest`.
+
+    >>> power_of_two_buckets(1, 6)
+    (1, 2, 4, 6)
+    """
+    sizes = []
+    size = smallest
+    while size < largest:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, largest)
+
+
+def bucket_for(need: int, buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds `need`."""
+    for size in buckets:
+        if size >= need:
+            return size
+    raise AssertionError(f"{need} exceeds the largest bucket of {buckets}")

@@ -1,0 +1,1 @@
+"""The engine: state, step, ring, paged cache, verification, drafting, sampling, and the host loop."""

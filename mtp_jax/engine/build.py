@@ -1,0 +1,258 @@
+"""From options to a running engine: resolve, plan memory, read, place, compile."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from mtp_jax.config import EngineConfig, ModelConfig, power_of_two_buckets
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.executables import Executables
+from mtp_jax.engine.memory import MemoryPlan, plan_memory
+from mtp_jax.engine.plan_arrays import Bucket, PlanWriter
+from mtp_jax.engine.state import EngineState, init_state, state_shapes, state_specs
+from mtp_jax.engine.step import Program, dividing_sizes
+from mtp_jax.engine.weights import WeightLayout, Weights
+from mtp_jax.errors import InvalidValueError, UnsupportedHereError
+from mtp_jax.loading import WeightSource, default_model_path, open_mtp_head, resolve_model, resolve_mtp_head
+from mtp_jax.models.registry import Read, check_supported
+from mtp_jax.scheduler.plan import DispatchPlan, SlotView
+from mtp_jax.scheduler.scheduler import Scheduler
+from sharding.mesh import make_mesh
+from sharding.placement import make_placement
+from sharding.stage_plan import balanced_plan
+
+Report = Callable[[str, float, float], None]  # phase, done, total
+EngineFieldValue = int | str | bool
+
+DEFAULT_DRAFTS = 1  # drafts a round where a model brings an MTP module and the user says nothing
+CPU_CONTEXT, ACCELERATOR_CONTEXT = 2048, 8192  # tokens of max_model_len unless the user asks for more
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """What a user asks for. `overrides` are fields of EngineConfig; those left out are chosen for the machine."""
+
+    model: str | None = None  # directory or GGUF file; None is the default model
+    served_model_name: str | None = None
+    mtp_head: str | None = None  # MTP weights that are not in the checkpoint
+    dtype: str = "auto"
+    kv_cache_gib: float | None = None  # instead of num_pages
+    background_compile: bool = True
+    overrides: Mapping[str, EngineFieldValue] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """An engine that is decided and not built: what `--check` prints and `build_engine` builds."""
+
+    options: EngineOptions
+    source: WeightSource
+    read_mtp: Read | None
+    program: Program
+    buckets: "BucketTable"
+    memory: MemoryPlan
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.program.config
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.program.layout.model
+
+    @property
+    def model_name(self) -> str:
+        if self.options.served_model_name is not None:
+            return self.options.served_model_name
+        path = default_model_path() if self.options.model is None else Path(self.options.model).resolve()
+        return path.stem if path.suffix == ".gguf" else path.name
+
+    def describe(self) -> str:
+        """Model, mesh and memory, a few lines for people."""
+        config, mesh = self.config, self.program.layout.placement.mesh
+        device = mesh.devices.flat[0]
+        k = config.num_speculative_tokens
+        speculation = f"K = {k}, {config.draft_sampling} drafts" if k else "off (K = 0)"
+        lines = [
+            f"model        {self.source.describe()}",
+            f"mesh         stage {config.stages} x data {config.data} x tensor {config.tensor} "
+            f"on {mesh.devices.size} x {device.device_kind} ({jax.default_backend()}), {config.dtype}",
+            f"stages       {self.program.layout.plan.describe()}",
+            f"speculation  {speculation}",
+            f"requests     {config.max_num_seqs} at a time, {config.max_model_len} tokens each at most",
+            f"memory       {self.memory.describe()}",
+        ]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketTable:
+    """Sizes that executables are compiled for."""
+
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]  # pages
+    chunks: tuple[int, ...]  # tokens
+    rounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "BucketTable":
+        least = -(-config.min_table_tokens // config.page_size)
+        return cls(
+            rows=power_of_two_buckets(config.min_rows, config.rows_per_group, factor=4),
+            widths=power_of_two_buckets(min(least, config.pages_per_slot), config.pages_per_slot, factor=4),
+            chunks=power_of_two_buckets(min(16, config.prefill_chunk), config.prefill_chunk, factor=4),
+            rounds=power_of_two_buckets(1, config.max_rounds),
+        )
+
+    def first(self) -> list[Bucket]:
+        """What must be compiled before serving: the smallest for a quick start, and what any plan fits into."""
+        rows, width, chunk = self.rows, self.widths, self.chunks
+        small = [Bucket(1, rows[0], width[0], 0), Bucket(1, rows[0], width[0], chunk[-1])]
+        large = [Bucket(1, rows[-1], width[-1], 0), Bucket(1, rows[-1], width[-1], chunk[-1])]
+        rounds = [Bucket(r, rows[-1], width[-1], 0) for r in self.rounds[1:]]
+        return list(dict.fromkeys([*small, *large, *rounds]))
+
+    def rest(self) -> list[Bucket]:
+        """Everything else, cheapest first."""
+        plain = [Bucket(r, b, w, 0) for r in self.rounds for b in self.rows for w in self.widths]
+        mixed = [Bucket(1, b, w, c) for b in self.rows for w in self.widths for c in self.chunks]
+        first = set(self.first())
+        return sorted((x for x in plain + mixed if x not in first), key=lambda x: (x.width, x.rows, x.chunk))
+
+
+def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -> Blueprint:
+    """Decides everything about an engine, reading no more than the checkpoint's headers.
+
+    `source` is an already open checkpoint to use instead of `options.model`.
+
+    Raises:
+      InvalidValueError: an option that cannot work, with the flag's name.
+    """
+    source = source or resolve_model(options.model)
+    model = source.config
+    check_supported(model)
+    read_mtp = _mtp_reader(options, source)
+    config = _resolve(options, model, has_mtp=read_mtp is not None)
+    if config.data > 1 or config.tensor > 1:
+        raise UnsupportedHereError("--data and --tensor above 1 are not supported yet; use --stages")
+    mesh = _checked(make_mesh, config.stages, config.data, config.tensor)
+    placement = make_placement(mesh, dividing_sizes(model))
+    stage_plan = _checked(balanced_plan, model.num_hidden_layers, config.stages)
+    with_mtp = config.num_speculative_tokens > 0
+    layout = WeightLayout(model, stage_plan, placement, jnp.dtype(config.dtype), with_mtp)
+    memory = plan_memory(layout, config, options.kv_cache_gib, "num_pages" in options.overrides)
+    config = dataclasses.replace(config, num_pages=memory.num_pages)
+    program = Program(config, layout)
+    return Blueprint(options, source, read_mtp, program, BucketTable.of(config), memory)
+
+
+def build_engine(options: EngineOptions, report: Report = lambda phase, done, total: None) -> Engine:
+    """Reads, places and compiles. `report(phase, done, total)` for phases reading, placing and compiling."""
+    return construct(draw_blueprint(options), report)
+
+
+def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: None) -> Engine:
+    """Builds the engine of a blueprint."""
+    config, program, layout = blueprint.config, blueprint.program, blueprint.program.layout
+    weights = layout.load(blueprint.source.read, blueprint.read_mtp, lambda d, t: report("reading", d, t))
+    report("placing", 0, 1)
+    shapes = state_shapes(layout.model, config, layout.plan.num_slots, layout.padded_vocab)
+    specs = state_specs(layout.model, config, layout.placement, layout.plan.num_slots)
+    state = init_state(shapes, specs, layout.placement)
+    jax.block_until_ready((weights, state))
+    report("placing", 1, 1)
+
+    writer = PlanWriter(config, layout.placement)
+    executables = Executables(program, _shapes_of(weights, state, config, writer))
+    table = blueprint.buckets
+    first = table.first()
+    for index, bucket in enumerate(first):
+        report("compiling", index, len(first))
+        executables.compile(bucket)
+    report("compiling", len(first), len(first))
+    if blueprint.options.background_compile:
+        executables.compile_in_background(table.rest())
+    scheduler = Scheduler(
+        config,
+        eos_token_ids=layout.model.eos_token_ids,
+        row_buckets=table.rows,
+        width_buckets=table.widths,
+        chunk_buckets=table.chunks,
+    )
+    tokenizer = blueprint.source.tokenizer()
+    return Engine(
+        blueprint.model_name, layout.model, config, tokenizer, scheduler, executables, writer, weights, state
+    )
+
+
+def _shapes_of(
+    weights: Weights, state: EngineState, config: EngineConfig, writer: PlanWriter
+) -> Callable[[Bucket], tuple[Weights, EngineState, object]]:
+    """Shapes and placements to compile for: exactly those of the arrays that the step will get."""
+
+    def abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+    weight_shapes, abstract_state = jax.tree.map(abstract, weights), jax.tree.map(abstract, state)
+
+    def shapes(bucket: Bucket) -> tuple[Weights, EngineState, object]:
+        idle = idle_plan(bucket, config)
+        plan = PlanWriter(config, writer.placement).write(idle, bucket)
+        return weight_shapes, abstract_state, jax.tree.map(abstract, plan)
+
+    return shapes
+
+
+def idle_plan(bucket: Bucket, config: EngineConfig) -> DispatchPlan:
+    """A plan in which nothing is live."""
+    ticks = bucket.rounds * config.stages
+    return DispatchPlan(
+        index=0,
+        rounds=bucket.rounds,
+        rows=((-1,) * bucket.rows,) * config.stages,
+        slots=tuple(SlotView() for _ in range(config.max_num_seqs)),
+        chunks=(None,) * ticks if bucket.chunk else (),
+        num_rows=bucket.rows,
+        width=bucket.width,
+        chunk_size=bucket.chunk,
+        has_lane=bucket.chunk > 0,
+    )
+
+
+def _mtp_reader(options: EngineOptions, source: WeightSource) -> Read | None:
+    """Reads MTP weights from --mtp-head, or from the checkpoint; None where there are none."""
+    if options.mtp_head is not None:
+        return open_mtp_head(resolve_mtp_head(options.mtp_head), source.config).read
+    return source.read if source.config.num_nextn_predict_layers else None
+
+
+def _resolve(options: EngineOptions, model: ModelConfig, *, has_mtp: bool) -> EngineConfig:
+    """The user's values, and for the others what suits the machine."""
+    on_cpu = jax.default_backend() == "cpu"
+    context = min(model.max_position_embeddings, CPU_CONTEXT if on_cpu else ACCELERATOR_CONTEXT)
+    values: dict[str, EngineFieldValue] = {
+        "max_model_len": context,
+        "num_speculative_tokens": DEFAULT_DRAFTS if has_mtp else 0,
+        "dtype": ("float32" if on_cpu else "bfloat16") if options.dtype == "auto" else options.dtype,
+    }
+    if not on_cpu:
+        values |= {"min_rows": 2, "max_rounds": 4, "prefill_chunk": 256, "max_num_seqs": 64}
+    config = dataclasses.replace(EngineConfig(), **(values | dict(options.overrides)))  # type: ignore[arg-type]
+    if config.max_model_len > model.max_position_embeddings:
+        legal = f"up to {model.max_position_embeddings}, the model's context"
+        raise InvalidValueError("--max-model-len", config.max_model_len, legal)
+    if config.num_speculative_tokens and not has_mtp:
+        legal = "0: this model has no MTP module (give one with --mtp-head)"
+        raise InvalidValueError("--num-speculative-tokens", config.num_speculative_tokens, legal)
+    return config
+
+
+def _checked(make: Callable, *args: object):
+    """Sharding knows nothing of this package's errors; its ValueErrors are the caller's mistakes all the same."""
+    try:
+        return make(*args)
+    except ValueError as error:
+        raise InvalidValueError("--stages", args[-1], str(error)) from error

@@ -1,0 +1,162 @@
+"""The engine's host loop: schedule, dispatch, read the dispatch before, hand out text."""
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+
+from mtp_jax.config import EngineConfig, ModelConfig
+from mtp_jax.engine.executables import Executables
+from mtp_jax.engine.outputs import Completion
+from mtp_jax.engine.plan_arrays import PlanWriter, bucket_of, read_results
+from mtp_jax.engine.state import EngineState
+from mtp_jax.engine.stats import EngineStats
+from mtp_jax.engine.step import StepOutput
+from mtp_jax.engine.weights import Weights
+from mtp_jax.request import EngineRequest, RequestOutput
+from mtp_jax.scheduler.plan import DispatchPlan, TokenUpdate
+from mtp_jax.scheduler.scheduler import Scheduler
+from mtp_jax.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A dispatch that the device has been given and the host has not read."""
+
+    plan: DispatchPlan
+    output: StepOutput
+    ticks: int
+
+
+class Engine:
+    """Serves requests; driven by one thread through `step`. Built by `engine.build.build_engine`."""
+
+    def __init__(
+        self,
+        model_name: str,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+        executables: Executables,
+        writer: PlanWriter,
+        weights: Weights,
+        state: EngineState,
+    ):
+        self.model_name, self.model_config, self.config, self.tokenizer = (
+            model_name,
+            model_config,
+            config,
+            tokenizer,
+        )
+        self.executables = executables
+        self._scheduler, self._writer = scheduler, writer
+        self._weights, self._state = weights, state
+        self._launched: Launched | None = None
+        self._completions: dict[str, Completion] = {}
+        self._counts = Counts(config.num_speculative_tokens)
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queues a request. Raises InvalidRequestError for one that can never be served."""
+        self._scheduler.add(request)
+        self._completions[request.request_id] = Completion(request, self.tokenizer)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request at once, without an output; False where it is not known (any more)."""
+        self._completions.pop(request_id, None)
+        return self._scheduler.finish(request_id)
+
+    def has_work(self) -> bool:
+        """True while a request is unfinished or a dispatch is unread."""
+        return self._scheduler.has_unfinished or self._launched is not None
+
+    def step(self) -> list[RequestOutput]:
+        """Launches the next dispatch, then reads the one before: the host works while the device does."""
+        began = time.perf_counter()
+        plan = self._scheduler.schedule()
+        launched = self._launch(plan) if plan is not None else None
+        self._counts.host_seconds += time.perf_counter() - began
+        previous, self._launched = self._launched, launched
+        return self._collect(previous) if previous is not None else []
+
+    def _launch(self, plan: DispatchPlan) -> Launched:
+        bucket, step = self.executables.find(bucket_of(plan))
+        self._state, output = step(self._weights, self._state, self._writer.write(plan, bucket))
+        return Launched(plan, output, plan.rounds * self.config.stages)
+
+    def _collect(self, launched: Launched) -> list[RequestOutput]:
+        output = jax.device_get(launched.output)  # waits for the device
+        began = time.perf_counter()
+        results = read_results(np.asarray(output.results))
+        updates = self._scheduler.update(launched.plan, results)
+        self._counts.dispatched(launched, int(output.useful))
+        outputs = [output for update in updates if (output := self._deliver(update)) is not None]
+        self._counts.host_seconds += time.perf_counter() - began
+        return outputs
+
+    def _deliver(self, update: TokenUpdate) -> RequestOutput | None:
+        self._counts.delivered(update)
+        completion = self._completions.get(update.request_id)
+        if completion is None:  # a stop string ended it earlier in this very dispatch
+            return None
+        output = completion.push(update, self._scheduler.num_cached_tokens(update.request_id))
+        if output.finish_reason is not None:
+            del self._completions[update.request_id]
+            if update.finish_reason is None:  # a stop string, which only the host sees
+                self._scheduler.finish(update.request_id)
+        return output
+
+    def stats(self) -> EngineStats:
+        """A snapshot of gauges and counters."""
+        scheduler, counts = self._scheduler, self._counts
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=scheduler.pages_used / scheduler.pages_total,
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
+            num_preemptions=scheduler.num_preemptions,
+            num_drafts=counts.drafted_rounds,
+            num_draft_tokens=counts.draft_tokens,
+            num_accepted_tokens=sum(counts.accepted_per_position),
+            num_accepted_per_position=tuple(counts.accepted_per_position),
+            ticks=counts.ticks,
+            useful_ticks=counts.useful_ticks,
+            host_seconds_per_dispatch=counts.host_seconds / max(counts.dispatches, 1),
+            prompt_tokens=counts.prompt_tokens,
+            generation_tokens=counts.generation_tokens,
+        )
+
+    def close(self) -> None:
+        """Waits for the device and the background compiler, and lets go of both."""
+        if self._launched is not None:
+            jax.block_until_ready(self._launched.output)
+        self.executables.close()
+
+
+class Counts:
+    """Counters of one engine since its start."""
+
+    def __init__(self, num_speculative_tokens: int):
+        self.dispatches = self.ticks = self.useful_ticks = 0
+        self.host_seconds = 0.0
+        self.prompt_tokens = self.generation_tokens = 0
+        self.drafted_rounds = self.draft_tokens = 0
+        self.accepted_per_position = [0] * num_speculative_tokens
+
+    def dispatched(self, launched: Launched, useful: int) -> None:
+        """One dispatch was read. Ticks are counted per stage: each stage either had work or not."""
+        self.dispatches += 1
+        self.ticks += launched.ticks * len(launched.plan.rows)
+        self.useful_ticks += useful
+        self.prompt_tokens += sum(len(chunk.token_ids) for chunk in launched.plan.chunks if chunk is not None)
+
+    def delivered(self, update: TokenUpdate) -> None:
+        """Tokens of one request arrived."""
+        self.generation_tokens += len(update.token_ids)
+        if update.num_drafts:
+            self.drafted_rounds += 1
+            self.draft_tokens += update.num_drafts
+            for position in range(update.num_accepted):
+                self.accepted_per_position[position] += 1

@@ -1,0 +1,93 @@
+"""What an engine needs of each device's memory, before anything is allocated."""
+
+import dataclasses
+import math
+
+import jax
+
+from mtp_jax.config import EngineConfig
+from mtp_jax.engine.state import EngineState, state_shapes, state_specs
+from mtp_jax.engine.weights import WeightLayout, Weights
+from mtp_jax.errors import InvalidValueError
+
+CPU_CACHE_BYTES = 2**30
+CACHE_SHARE = 0.85  # of what an accelerator has left beside the weights; the rest is for temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes a device: weights and caches are exact, `available` is what the device reports (None: unknown)."""
+
+    weights: int
+    page: int  # one page of every layer's cache and of the MTP cache
+    num_pages: int
+    page_size: int
+    other: int  # flights, slots, and the sink behind each cache
+    available: int | None
+
+    @property
+    def cache(self) -> int:
+        return self.page * self.num_pages
+
+    def describe(self) -> str:
+        """One line for people."""
+        gib = 2**30
+        text = (
+            f"{self.weights / gib:.2f} GiB weights + {self.cache / gib:.2f} GiB KV cache "
+            f"({self.num_pages} pages of {self.page_size} tokens) a device"
+        )
+        return text if self.available is None else f"{text}, of {self.available / gib:.1f} GiB"
+
+
+def device_memory_bytes() -> int | None:
+    """Memory of the first device that this process may use; None where it does not say (CPU)."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None
+
+
+def plan_memory(
+    layout: WeightLayout, config: EngineConfig, kv_cache_gib: float | None, pages_given: bool
+) -> MemoryPlan:
+    """Chooses the number of pages unless the user did, and adds everything up.
+
+    Raises:
+      InvalidValueError: weights and caches together exceed the device, or no request would fit.
+    """
+    mesh = layout.placement.mesh
+    weights = _bytes_per_device(layout.shapes(), layout.specs(), mesh)
+
+    def state_bytes(num_pages: int) -> int:
+        sized = dataclasses.replace(config, num_pages=num_pages)
+        shapes = state_shapes(layout.model, sized, layout.plan.num_slots, layout.padded_vocab)
+        specs = state_specs(layout.model, sized, layout.placement, layout.plan.num_slots)
+        return _bytes_per_device(shapes, specs, mesh)
+
+    page = state_bytes(2) - state_bytes(1)
+    other = state_bytes(1) - page
+    available = device_memory_bytes()
+    most = config.max_num_seqs * config.pages_per_slot  # more could never be used
+    if kv_cache_gib is not None:
+        num_pages = int(kv_cache_gib * 2**30 / page)
+    elif pages_given:
+        num_pages = config.num_pages
+    elif available is None:
+        num_pages = min(most, max(CPU_CACHE_BYTES // page, config.pages_per_slot))
+    else:
+        num_pages = min(most, int((available - weights - other) * CACHE_SHARE / page))
+    plan = MemoryPlan(weights, page, num_pages, config.page_size, other, available)
+    if available is not None and weights + other + plan.cache > available:
+        legal = f"at most {available / 2**30:.1f} GiB; use fewer --num-pages or more --stages"
+        raise InvalidValueError("memory a device", f"{(weights + plan.cache) / 2**30:.1f} GiB", legal)
+    if num_pages < 1:
+        raise InvalidValueError("--kv-cache-gib", kv_cache_gib, f"at least {page / 2**30:.6f}, one page")
+    return plan
+
+
+def _bytes_per_device(
+    shapes: Weights | EngineState | tuple, specs: Weights | EngineState | tuple, mesh: jax.sharding.Mesh
+) -> int:
+    def size(array: jax.ShapeDtypeStruct, spec: jax.sharding.PartitionSpec) -> int:
+        shard = jax.sharding.NamedSharding(mesh, spec).shard_shape(array.shape)
+        return math.prod(shard) * array.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, shapes, specs)))

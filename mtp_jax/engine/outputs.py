@@ -1,0 +1,93 @@
+"""From tokens to what clients see: detokenizing, stop strings and acceptance, per request."""
+
+import collections
+from collections.abc import Sequence
+
+from mtp_jax.request import EngineRequest, FinishReason, RequestOutput, SpeculationStats
+from mtp_jax.scheduler.plan import TokenUpdate
+from mtp_jax.text.detokenizer import Detokenizer
+from mtp_jax.text.stop import StopChecker
+from mtp_jax.text.tokenizer import Tokenizer
+
+
+class Completion:
+    """The text of one request as it grows."""
+
+    def __init__(self, request: EngineRequest, tokenizer: Tokenizer):
+        params = request.params
+        self._request = request
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self._stops = StopChecker(params.stop) if params.stop else None
+        self._accepted: collections.Counter[int] = collections.Counter()
+        self._num_drafts = 0
+
+    def push(self, update: TokenUpdate, num_cached_tokens: int) -> RequestOutput:
+        """Takes new tokens. A `finish_reason` in the result says that the request is over.
+
+        Tokens of one round are taken one by one, so that a stop string inside it drops the later ones.
+        """
+        if not update.is_first:
+            self._accepted[update.num_accepted] += 1
+            self._num_drafts += update.num_drafts
+        reason = FinishReason(update.finish_reason) if update.finish_reason else None
+        stop_reason: int | str | None = update.stop_token if reason is FinishReason.STOP else None
+        pieces, taken = [], 0
+        for token in update.token_ids:
+            taken += 1
+            if taken == len(update.token_ids) and stop_reason is not None:
+                break  # a stop token is counted, and is no part of the text
+            text = self._detokenizer.push((token,))
+            if self._stops is None:
+                pieces.append(text)
+                continue
+            emitted, matched = self._stops.push(text)
+            pieces.append(emitted)
+            if matched is not None:
+                return self._output(
+                    pieces, update.token_ids[:taken], FinishReason.STOP, matched, num_cached_tokens
+                )
+        if reason is not None:
+            matched = self._finish(pieces)
+            if matched is not None:
+                reason, stop_reason = FinishReason.STOP, matched
+        return self._output(pieces, update.token_ids, reason, stop_reason, num_cached_tokens)
+
+    def _finish(self, pieces: list[str]) -> str | None:
+        """Releases held text at the end; it may complete a stop string after all."""
+        rest = self._detokenizer.finish()
+        if self._stops is None:
+            pieces.append(rest)
+            return None
+        emitted, matched = self._stops.push(rest)
+        pieces.append(emitted)
+        if matched is None:
+            pieces.append(self._stops.finish())
+        return matched
+
+    def _output(
+        self,
+        pieces: Sequence[str],
+        token_ids: Sequence[int],
+        reason: FinishReason | None,
+        stop_reason: int | str | None,
+        num_cached_tokens: int,
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=self._request.request_id,
+            text="".join(pieces),
+            token_ids=tuple(token_ids),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_cached_tokens=num_cached_tokens,
+            speculation=self._speculation() if reason is not None else None,
+        )
+
+    def _speculation(self) -> SpeculationStats:
+        longest = max(self._accepted, default=-1)
+        return SpeculationStats(
+            num_rounds=self._accepted.total(),
+            num_draft_tokens=self._num_drafts,
+            num_accepted_tokens=sum(count * rounds for count, rounds in self._accepted.items()),
+            acceptance_histogram=tuple(self._accepted[j] for j in range(longest + 1)),
+        )

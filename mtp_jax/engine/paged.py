@@ -1,0 +1,108 @@
+"""Paged KV: writing rows through block tables, and attending over them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mtp_jax.models.layers import KVCache
+
+NEVER = jnp.iinfo(jnp.int32).min // 2  # a position that no mask lets through
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Queries that share a shape: all decode rows of a tick, or its prefill chunk.
+
+    `table` [B, W] pages of each row, `positions` [B, T] of its tokens, `limit` [B]: positions at or
+    past it are not written (rows that are dead have 0), so nothing ever lands past a slot's pages.
+    """
+
+    table: jax.Array
+    positions: jax.Array
+    limit: jax.Array
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0] * self.positions.shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedAttention:
+    """The `Attend` of the engine: one scatter for all rows' keys and values, then one attention a segment."""
+
+    segments: tuple[Segment, ...]
+    page_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def positions(self) -> jax.Array:
+        """Positions of all token rows, [M]."""
+        return jnp.concatenate([segment.positions.reshape(-1) for segment in self.segments])
+
+    def write_index(self, total_pages: int) -> tuple[jax.Array, jax.Array]:
+        """(page, offset) [M] of every token row. Rows not to be written go to the sink, each to its own place."""
+        pages, offsets = [], []
+        for segment in self.segments:
+            width = segment.table.shape[1]
+            column = jnp.clip(segment.positions // self.page_size, 0, width - 1)
+            page = jnp.take_along_axis(segment.table, column, axis=1)
+            write = (segment.positions < segment.limit[:, None]) & (
+                segment.positions < width * self.page_size
+            )
+            pages.append(jnp.where(write, page, -1).reshape(-1))
+            offsets.append((segment.positions % self.page_size).reshape(-1))
+        page, offset = jnp.concatenate(pages), jnp.concatenate(offsets)
+        place = jnp.arange(page.size, dtype=jnp.int32)
+        sink = total_pages - 1 - place // self.page_size
+        return jnp.where(page < 0, sink, page), jnp.where(page < 0, place % self.page_size, offset)
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """q [M, G, Q, H], k and v [M, G, H] -> ([M, G, Q, H], the cache with the new rows)."""
+        page, offset = self.write_index(cache[0].shape[0])
+        keys, values = (
+            _write_rows(old, new.astype(old.dtype), page, offset)
+            for old, new in zip(cache, (k, v), strict=True)
+        )
+        # Without the barrier XLA fuses a copy of the write into the reads, and must then keep the old cache too.
+        keys, values = jax.lax.optimization_barrier((keys, values))
+        mixed, first = [], 0
+        for segment in self.segments:
+            rows = q[first : first + segment.num_tokens]
+            mixed.append(_attend(rows, keys, values, segment))
+            first += segment.num_tokens
+        return jnp.concatenate(mixed), (keys, values)
+
+
+def sink_pages(most_rows: int, page_size: int) -> int:
+    """Pages behind a pool where rows that must not be written go instead: `most_rows` distinct places.
+
+    A write that is always made needs no select, and a select over a cache makes XLA copy the cache.
+    """
+    return -(-most_rows // page_size)
+
+
+def _write_rows(cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
+    """Rows [M, G, H] at (page, offset) [M]."""
+    if rows.shape[0] > 1:
+        return cache.at[page, offset].set(rows, mode="promise_in_bounds", unique_indices=True)
+    # XLA expands a scatter of one row into a select, and copies the cache for it; this is in place.
+    zero = jnp.int32(0)
+    return jax.lax.dynamic_update_slice(cache, rows[None], (page[0], offset[0], zero, zero))
+
+
+def _attend(q: jax.Array, keys: jax.Array, values: jax.Array, segment: Segment) -> jax.Array:
+    """q [B * T, G, Q, H] over the pages of each row, causal by position, softmax in fp32."""
+    b, w = segment.table.shape
+    t = segment.positions.shape[1]
+    _, page_size, g, h = keys.shape
+    q = q.reshape(b, t, *q.shape[1:])
+    k, v = (cache[segment.table].reshape(b, w * page_size, g, h) for cache in (keys, values))  # B S G H
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    scores = jnp.einsum("btgqh,bsgh->bgqts", q, k, precision=precision, preferred_element_type=jnp.float32)
+    seen = jnp.arange(w * page_size) <= segment.positions[:, :, None]  # B T S
+    scores = jnp.where(seen[:, None, None], scores * h**-0.5, NEVER)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bgqts,bsgh->btgqh", weights, v, precision=precision)
+    return out.reshape(b * t, *out.shape[2:])

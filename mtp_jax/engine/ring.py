@@ -1,0 +1,285 @@
+"""The ring: what every device does at a tick, inside shard_map.
+
+At tick t stage s works on group (t - s) mod Z and on the prompt chunk that entered at tick t - s.
+Group (t + 1) mod Z leaves the last stage, is verified and drafted by the head (all devices together),
+is rebuilt from its slots, and enters stage 0 at the next tick. So the pipeline never drains.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from mtp_jax.engine.head import Head
+from mtp_jax.engine.leaving import Chunk, VerifyRows
+from mtp_jax.engine.paged import PagedAttention, Segment
+from mtp_jax.engine.plan_arrays import Bucket, ChunkArrays, PlanArrays
+from mtp_jax.engine.state import EngineState, Flight, Lane
+from mtp_jax.models.layers import KVCache, rope_tables
+from sharding.mesh import STAGE
+from sharding.stage_plan import StagePlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One group's rows of the flight: fields as in `Flight`, without the leading Z."""
+
+    slot: jax.Array
+    generation: jax.Array
+    start: jax.Array
+    tokens: jax.Array
+    valid: jax.Array  # B bool: live, and its slot still belongs to the same generation
+
+
+Leaves = tuple[jax.Array, ...]  # weights of one layer
+# One decoder layer: (leaves, x [M, D], cache, rope tables, attention) -> (x, cache). Jitted, so that a
+# stage of many layers is traced and lowered once, though XLA still sees each layer by itself.
+RunLayer = Callable[
+    [Leaves, jax.Array, KVCache, tuple[jax.Array, jax.Array], PagedAttention], tuple[jax.Array, KVCache]
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """One device's part of one dispatch; every array it holds is this device's shard."""
+
+    bucket: Bucket
+    stage_plan: StagePlan
+    layers: Sequence[Leaves]
+    run_layer: RunLayer
+    head: Head
+    plan: PlanArrays
+
+    @property
+    def num_stages(self) -> int:
+        return self.stage_plan.num_stages
+
+    def dispatch(self, state: EngineState) -> tuple[EngineState, jax.Array, jax.Array]:
+        """All ticks. Returns (state, results [ticks, rows, fields], useful stage-ticks: a scalar)."""
+        ticks = self.bucket.rounds * self.num_stages
+
+        def body(carry: tuple[EngineState, jax.Array], x: tuple[jax.Array, ChunkArrays | None]):
+            state, useful = carry
+            state, results, busy = self.tick(state, *x)
+            return (state, useful + busy), results
+
+        numbers = jnp.arange(ticks, dtype=jnp.int32)
+        (state, useful), results = jax.lax.scan(body, (state, jnp.int32(0)), (numbers, self.plan.chunks))
+        return state, results, useful
+
+    def tick(
+        self, state: EngineState, tick: jax.Array, entering: ChunkArrays | None
+    ) -> tuple[EngineState, jax.Array, jax.Array]:
+        """One tick. Returns (state, results [rows, fields], number of stages that had work)."""
+        z = self.num_stages
+        here = (tick - jax.lax.axis_index(STAGE)) % z
+        leaving = (tick + 1) % z
+        if entering is not None:
+            state = self._enter_chunk(state, tick % z, entering)
+        rows_x, lane_x, caches = self._run_stage(state, here)
+        state = dataclasses.replace(state, caches=caches)
+        state, results = self._run_head(state, leaving, rows_x, lane_x)
+        flight, embedded = self._rebuild(state, leaving)
+        state = dataclasses.replace(state, flight=flight)
+        return self._pass_on(state, rows_x, lane_x, embedded), results, self._busy_stages(state, tick)
+
+    # Reading flights
+
+    def _group(self, flight: Flight, index: jax.Array) -> Group:
+        rows = self.bucket.rows
+        slot, generation, start, tokens, live = (
+            jax.lax.dynamic_index_in_dim(field, index, keepdims=False)[:rows]
+            for field in (flight.slot, flight.generation, flight.start, flight.tokens, flight.live)
+        )
+        return Group(slot, generation, start, tokens, live & (self.plan.generation[slot] == generation))
+
+    def _chunk(self, lane: Lane, index: jax.Array) -> tuple[Chunk, jax.Array]:
+        """The chunk that entered at this tick (mod Z), and its generation."""
+        fields = (lane.slot, lane.generation, lane.start, lane.count, lane.next_token, lane.tokens, lane.live)
+        slot, generation, start, count, following, tokens, live = (
+            jax.lax.dynamic_index_in_dim(field, index, keepdims=False) for field in fields
+        )
+        valid = live & (self.plan.generation[slot] == generation)
+        return Chunk(slot, start, count, following, tokens[: self.bucket.chunk], valid), generation
+
+    def _busy_stages(self, state: EngineState, tick: jax.Array) -> jax.Array:
+        """Stages that have something valid to do at this tick, from the replicated flights."""
+        busy = jnp.int32(0)
+        for stage in range(self.num_stages):
+            busy += self._has_work(state, (tick - stage) % self.num_stages).astype(jnp.int32)
+        return busy
+
+    def _has_work(self, state: EngineState, index: jax.Array) -> jax.Array:
+        work = jnp.any(self._group(state.flight, index).valid)
+        if self.bucket.chunk:
+            work |= self._chunk(state.lane, index)[0].valid
+        return work
+
+    # The steps of a tick
+
+    def _enter_chunk(self, state: EngineState, index: jax.Array, new: ChunkArrays) -> EngineState:
+        """Puts the tick's chunk into the lane and its embeddings before stage 0."""
+        lane, size = state.lane, self.bucket.chunk
+        lane = Lane(
+            slot=lane.slot.at[index].set(new.slot),
+            generation=lane.generation.at[index].set(new.generation),
+            start=lane.start.at[index].set(new.start),
+            count=lane.count.at[index].set(new.count),
+            next_token=lane.next_token.at[index].set(new.next_token),
+            tokens=lane.tokens.at[index, :size].set(new.tokens),
+            live=lane.live.at[index].set(new.count > 0),
+        )
+        embedded = self.head.vocabulary.embed(new.tokens).astype(state.lane_x.dtype)
+        first = jax.lax.axis_index(STAGE) == 0
+        lane_x = state.lane_x.at[0, :size].set(jnp.where(first, embedded, state.lane_x[0, :size]))
+        return dataclasses.replace(state, lane=lane, lane_x=lane_x)
+
+    def _run_stage(
+        self, state: EngineState, here: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None, tuple[KVCache, ...]]:
+        """This stage's layers over its group and its chunk. Returns (rows [B, T, D], chunk [C, D], caches)."""
+        group = self._group(state.flight, here)
+        b, t = group.tokens.shape
+        d = state.rows_x.shape[-1]
+        columns = jnp.arange(t, dtype=jnp.int32)
+        limit = jnp.where(group.valid, self.plan.capacity[group.slot], 0)
+        segments = [Segment(self.plan.table[group.slot], group.start[:, None] + columns, limit)]
+        x = state.rows_x[0, :b].reshape(b * t, d)
+        if self.bucket.chunk:
+            chunk, _ = self._chunk(state.lane, here)
+            positions = chunk.start + jnp.arange(self.bucket.chunk, dtype=jnp.int32)
+            limit = jnp.where(chunk.valid, chunk.start + chunk.count, 0)
+            segments.append(Segment(self.plan.table[chunk.slot][None], positions[None], limit[None]))
+            x = jnp.concatenate([x, state.lane_x[0, : self.bucket.chunk]])
+        attend = PagedAttention(tuple(segments), self.head.config.page_size)
+        caches = tuple((keys[0], values[0]) for keys, values in state.caches)
+
+        def run(x: jax.Array, caches: tuple[KVCache, ...]) -> tuple[jax.Array, tuple[KVCache, ...]]:
+            return self._run_layers(x, caches, attend)
+
+        if self.num_stages == 1:  # a dispatch without work is never launched
+            x, caches = run(x, caches)
+        else:
+            x, caches = jax.lax.cond(
+                self._has_work(state, here), run, lambda x, caches: (x, caches), x, caches
+            )
+        rows_x, lane_x = x[: b * t].reshape(b, t, d), x[b * t :] if self.bucket.chunk else None
+        return rows_x, lane_x, tuple((keys[None], values[None]) for keys, values in caches)
+
+    def _run_layers(
+        self, x: jax.Array, caches: tuple[KVCache, ...], attend: PagedAttention
+    ) -> tuple[jax.Array, tuple[KVCache, ...]]:
+        """The stage's layers, unrolled: x [M, D]."""
+        rope = rope_tables(attend.positions, self.head.model)
+        stage = jax.lax.axis_index(STAGE)
+        new_caches = []
+        for slot, (leaves, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            run = functools.partial(self.run_layer, leaves)
+            if self.stage_plan.has_empty(slot):
+                filled = jnp.array(
+                    [self.stage_plan.layer_at(slot, s) is not None for s in range(self.num_stages)]
+                )
+                x, cache = jax.lax.cond(filled[stage], run, _skip_layer, x, cache, rope, attend)
+            else:
+                x, cache = run(x, cache, rope, attend)
+            new_caches.append(cache)
+        return x, tuple(new_caches)
+
+    def _run_head(
+        self, state: EngineState, leaving: jax.Array, rows_x: jax.Array, lane_x: jax.Array | None
+    ) -> tuple[EngineState, jax.Array]:
+        """Verifies and drafts what leaves the last stage. Returns (state, results [rows, fields])."""
+        rows, chunk = self._leaving(state, leaving)
+        hidden = self._from_last_stage(rows_x)
+        lane_hidden = None if lane_x is None else self._from_last_stage(lane_x)
+
+        def run(slots, mtp_cache, hidden, lane_hidden):
+            return self.head(slots, mtp_cache, rows, chunk, hidden, lane_hidden)
+
+        operands = (state.slots, state.mtp_cache, hidden, lane_hidden)
+        if self.num_stages == 1:
+            slots, mtp_cache, results = run(*operands)
+        else:
+            shape = jax.eval_shape(run, *operands)[2]
+
+            def skip(slots, mtp_cache, hidden, lane_hidden):
+                return slots, mtp_cache, jnp.zeros(shape.shape, shape.dtype)
+
+            work = jnp.any(rows.valid) if chunk is None else jnp.any(rows.valid) | chunk.valid
+            slots, mtp_cache, results = jax.lax.cond(work, run, skip, *operands)
+        return dataclasses.replace(state, slots=slots, mtp_cache=mtp_cache), results
+
+    def _leaving(self, state: EngineState, leaving: jax.Array) -> tuple[VerifyRows, Chunk | None]:
+        group = self._group(state.flight, leaving)
+        rows = VerifyRows(group.slot, group.generation, group.start, group.tokens[:, 1:], group.valid)
+        if not self.bucket.chunk:
+            return rows, None
+        chunk, generation = self._chunk(state.lane, leaving)
+        absent = jnp.full(rows.drafts.shape[1:], -1, jnp.int32)
+        with_chunk = VerifyRows(
+            slot=jnp.append(rows.slot, chunk.slot),
+            generation=jnp.append(rows.generation, generation),
+            start=jnp.append(rows.start, chunk.start + chunk.count - 1),
+            drafts=jnp.concatenate([rows.drafts, absent[None]]),
+            valid=jnp.append(rows.valid, chunk.valid & (chunk.next_token < 0)),
+        )
+        return with_chunk, chunk
+
+    def _from_last_stage(self, x: jax.Array) -> jax.Array:
+        """The last stage's x on every stage."""
+        last = jax.lax.axis_index(STAGE) == self.num_stages - 1
+        return jax.lax.psum(jnp.where(last, x, jnp.zeros((), x.dtype)), STAGE)
+
+    def _rebuild(self, state: EngineState, leaving: jax.Array) -> tuple[Flight, jax.Array]:
+        """Builds the leaving group anew from its slots. Returns (flight, embeddings [B, T, D])."""
+        plan, slots, k = self.plan, state.slots, self.head.config.num_speculative_tokens
+        assigned = jax.lax.dynamic_index_in_dim(plan.rows, leaving, keepdims=False)  # B
+        slot = jnp.maximum(assigned, 0)
+        length, max_total = slots.length[slot], plan.max_total[slot]
+        fits = jnp.minimum(length + 2 * k + 1, max_total) <= plan.capacity[slot]
+        current = (slots.generation[slot] == plan.generation[slot]) & (plan.generation[slot] > 0)
+        live = (assigned >= 0) & current & ~slots.finished[slot] & fits
+        tokens = slots.last_token[slot][:, None]
+        if plan.num_drafts is not None and slots.drafts is not None:
+            # The bonus token always counts: drafts beyond max_total could only be cut again.
+            offered = jnp.minimum(plan.num_drafts[slot], max_total - length - 2)
+            drafts = jnp.where(jnp.arange(k) < offered[:, None], slots.drafts[slot], -1)
+            tokens = jnp.concatenate([tokens, drafts], axis=1)
+
+        def put(field: jax.Array, rows: jax.Array) -> jax.Array:
+            return field.at[leaving, : self.bucket.rows].set(rows)
+
+        old = state.flight
+        flight = Flight(
+            slot=put(old.slot, slot),
+            generation=put(old.generation, plan.generation[slot]),
+            start=put(old.start, length),
+            tokens=put(old.tokens, tokens),
+            live=put(old.live, live),
+        )
+        embedded = self.head.vocabulary.embed(tokens.reshape(-1))
+        return flight, embedded.reshape(*tokens.shape, -1)
+
+    def _pass_on(
+        self, state: EngineState, rows_x: jax.Array, lane_x: jax.Array | None, embedded: jax.Array
+    ) -> EngineState:
+        """Moves every stage's output to the next one; the rebuilt group enters stage 0."""
+        first = jax.lax.axis_index(STAGE) == 0
+        forward = [(s, (s + 1) % self.num_stages) for s in range(self.num_stages)]
+        arrived = jax.lax.ppermute(rows_x, STAGE, forward)
+        entering = jnp.where(first, embedded.astype(arrived.dtype), arrived)
+        rows = state.rows_x.at[0, : self.bucket.rows].set(entering)
+        lane = state.lane_x
+        if lane_x is not None:
+            lane = lane.at[0, : self.bucket.chunk].set(jax.lax.ppermute(lane_x, STAGE, forward))
+        return dataclasses.replace(state, rows_x=rows, lane_x=lane)
+
+
+def _skip_layer(
+    x: jax.Array, cache: KVCache, rope: tuple[jax.Array, jax.Array], attend: PagedAttention
+) -> tuple[jax.Array, KVCache]:
+    """An empty layer slot: computes nothing, writes nothing."""
+    del rope, attend
+    return x, cache

@@ -1,0 +1,38 @@
+"""What the engine counts: one frozen snapshot that metrics, logs and benchmarks read."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start, and gauges of this moment.
+
+    Counters only grow. Tokens are those of the engine itself: surplus tokens that a stop string
+    cut off later, or that an abort came too late for, are in `generation_tokens` here although no
+    client is billed for them.
+    """
+
+    # Gauges.
+    num_running: int = 0  # requests that hold a slot
+    num_waiting: int = 0  # requests that wait for one
+    kv_cache_usage: float = 0.0  # pages that live requests hold / pages; 0..1
+
+    # Prefix cache and preemption.
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+    num_preemptions: int = 0
+
+    # Speculation. sum(num_accepted_per_position) == num_accepted_tokens <= num_draft_tokens.
+    num_drafts: int = 0  # rounds that verified at least one draft token
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_position: tuple[int, ...] = ()  # index j: rounds that accepted draft j; K entries
+
+    # The ring.
+    ticks: int = 0
+    useful_ticks: int = 0  # ticks in which at least one row was live
+    host_seconds_per_dispatch: float = 0.0  # mean: host work around one dispatch, waiting excluded
+
+    # Tokens.
+    prompt_tokens: int = 0  # computed by prefill, cached ones left out
+    generation_tokens: int = 0

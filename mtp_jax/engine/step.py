@@ -1,0 +1,114 @@
+"""The engine step: one jitted SPMD program a bucket, step(weights, state, plan) -> (state, output)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from mtp_jax.config import EngineConfig, ModelConfig
+from mtp_jax.engine.draft import MTP
+from mtp_jax.engine.head import Head
+from mtp_jax.engine.plan_arrays import Bucket, PlanArrays
+from mtp_jax.engine.ring import Ring, RunLayer
+from mtp_jax.engine.state import EngineState, state_specs
+from mtp_jax.engine.vocabulary import Vocabulary
+from mtp_jax.engine.weights import WeightLayout, Weights
+from mtp_jax.models.layers import Reduce, identity
+from mtp_jax.models.registry import make_layer, make_mtp, merge
+from sharding.mesh import TENSOR
+from sharding.placement import HEAD_AXES
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What the host reads of a dispatch."""
+
+    results: jax.Array  # ticks, rows, RESULT_FIELDS + T int32; rows without tokens have count 0
+    useful: jax.Array  # int32: stage-ticks of this dispatch that had work
+
+
+Step = Callable[[Weights, EngineState, PlanArrays], tuple[EngineState, StepOutput]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Everything static about an engine: from here each bucket's step is built."""
+
+    config: EngineConfig
+    layout: WeightLayout
+
+    def step(self, bucket: Bucket) -> Step:
+        """The jitted step of one bucket. DONATES the state.
+
+        Its entry point is named after the bucket, so that compile logs and profiles tell them apart.
+        """
+        layout, mesh = self.layout, self.layout.placement.mesh
+        states = state_specs(layout.model, self.config, layout.placement, layout.plan.num_slots)
+        in_specs = (layout.specs(), states, P())
+        out_specs = (states, StepOutput(P(), P()))
+
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        def step(weights: Weights, state: EngineState, plan: PlanArrays) -> tuple[EngineState, StepOutput]:
+            state, results, useful = self._ring(bucket, weights, plan).dispatch(state)
+            return state, StepOutput(results, useful)
+
+        step.__name__ = f"step_r{bucket.rounds}_b{bucket.rows}_w{bucket.width}_c{bucket.chunk}"
+        return jax.jit(step, donate_argnums=1)
+
+    def _ring(self, bucket: Bucket, weights: Weights, plan: PlanArrays) -> Ring:
+        """One device's ring, from its shards."""
+        layout = self.layout
+        layers = tuple(tuple(leaf[0] for leaf in leaves) for leaves in weights.trunk)  # this stage's layers
+        vocabulary = Vocabulary(
+            embedding=weights.embedding,
+            lm_head=weights.embedding if weights.lm_head is None else weights.lm_head,
+            size=layout.model.vocab_size,
+            devices=layout.head_devices,
+        )
+        head = Head(layout.model, self.config, vocabulary, weights.final_norm, self._mtp(weights), plan)
+        return Ring(bucket, layout.plan, layers, self._layer_runner(), head, plan)
+
+    def _layer_runner(self) -> RunLayer:
+        structure, table = make_layer(self.layout.model, self.layout.dtype), self.layout.trunk_leaves
+        reduce_attention, reduce_ffn = self._sum_over("kv_heads", TENSOR), self._sum_over("ffn", TENSOR)
+
+        @jax.jit
+        def layer(leaves, x, cache, rope, attend):
+            return merge(structure, table, leaves)(x, cache, rope, attend, reduce_attention, reduce_ffn)
+
+        return layer
+
+    def _mtp(self, weights: Weights) -> MTP | None:
+        if weights.mtp is None:
+            return None
+        layout = self.layout
+        return MTP(
+            module=merge(make_mtp(layout.model, layout.dtype), layout.mtp_leaves, weights.mtp),
+            gather_proj=self._gather("mtp_out"),
+            reduce_attention=self._sum_over("mtp_kv_heads", HEAD_AXES),
+            reduce_ffn=self._sum_over("mtp_ffn", HEAD_AXES),
+        )
+
+    def _sum_over(self, logical: str, axes: str | tuple[str, ...]) -> Reduce:
+        """Sums partial products over the devices that a logical axis is split over."""
+        if logical in self.layout.placement.replicated:
+            return identity
+        return lambda x: jax.lax.psum(x, axes)
+
+    def _gather(self, logical: str) -> Reduce:
+        """Joins output features [M, D / devices] -> [M, D]."""
+        if logical in self.layout.placement.replicated:
+            return identity
+        return lambda x: jax.lax.all_gather(x, HEAD_AXES, axis=1, tiled=True, to="invarying")
+
+
+def dividing_sizes(model: ModelConfig) -> dict[str, int]:
+    """Sizes of the logical axes that a mesh may fail to divide; `make_placement` then replicates them."""
+    return {
+        "mtp_kv_heads": model.num_key_value_heads,
+        "mtp_ffn": model.intermediate_size,
+        "mtp_out": model.hidden_size,
+    }

@@ -1,0 +1,76 @@
+"""Embedding and LM head, their vocabulary rows spread over the head's devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mtp_jax.engine.sampling import RowSampling, add_noise
+from mtp_jax.models.layers import linear
+from sharding.placement import HEAD_AXES
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """One device's share, inside shard_map. `devices` of them; V counts padded rows, `size` real ones.
+
+    Collectives go over `HEAD_AXES`, and their results are alike on all of them.
+    """
+
+    embedding: jax.Array  # V / devices, D
+    lm_head: jax.Array  # V / devices, D; the embedding itself where the model ties them
+    size: int
+    devices: int
+
+    @property
+    def ids(self) -> jax.Array:
+        """Vocabulary ids of this device's rows."""
+        rows = self.embedding.shape[0]
+        return jax.lax.axis_index(HEAD_AXES) * rows + jnp.arange(rows, dtype=jnp.int32)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Embeddings [M, D] of tokens [M]; those below 0 (absent) embed as zeros."""
+        local = tokens - self.ids[0]
+        rows = self.embedding.shape[0]
+        mine = (local >= 0) & (local < rows) & (tokens >= 0)
+        found = self.embedding[jnp.clip(local, 0, rows - 1)]
+        return jax.lax.psum(jnp.where(mine[:, None], found, jnp.zeros((), found.dtype)), HEAD_AXES)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """This device's logits [M, V / devices], fp32, of post-norm hidden [M, D]; padding ids are -inf."""
+        logits = linear(hidden, self.lm_head).astype(jnp.float32)
+        if self.devices * self.embedding.shape[0] == self.size:
+            return logits
+        return jnp.where(self.ids < self.size, logits, -jnp.inf)
+
+    def argmax(self, scores: jax.Array) -> jax.Array:
+        """Best id [M] int32 of spread scores [M, V / devices]; the lowest of equals."""
+        best = jnp.max(scores, axis=-1)
+        at = self.ids[0] + jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        bests, ats = (jax.lax.all_gather(x, HEAD_AXES, to="invarying") for x in (best, at))
+        winner = jnp.argmax(bests, axis=0)
+        return jnp.take_along_axis(ats, winner[None], axis=0)[0]
+
+    def add_noise(self, scaled: jax.Array, rows: RowSampling, stream: int) -> jax.Array:
+        """Gumbel noise for this device's ids, where the temperature is above 0. [..., V / devices]."""
+        return add_noise(scaled, rows, self.ids, stream)
+
+    def padded(self, rows: int) -> int:
+        """`rows` rounded up to a multiple of the devices, for `to_whole_rows`."""
+        return -(-rows // self.devices) * self.devices
+
+    def to_whole_rows(self, x: jax.Array) -> jax.Array:
+        """x [B, ..., V / devices] -> this device's slots' whole rows [B' / devices, ..., V], by all-to-all."""
+        x = jnp.pad(x, ((0, self.padded(x.shape[0]) - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
+        return jax.lax.all_to_all(x, HEAD_AXES, split_axis=0, concat_axis=x.ndim - 1, tiled=True)
+
+    def my_rows(self, x: jax.Array) -> jax.Array:
+        """The same rows of an array [B, ...] that every device holds."""
+        padded = self.padded(x.shape[0])
+        x = jnp.pad(x, ((0, padded - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
+        mine = padded // self.devices
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(HEAD_AXES) * mine, mine)
+
+    def gather_rows(self, x: jax.Array, rows: int) -> jax.Array:
+        """Back from this device's rows to all of them, [rows, ...], alike everywhere."""
+        return jax.lax.all_gather(x, HEAD_AXES, axis=0, tiled=True, to="invarying")[:rows]

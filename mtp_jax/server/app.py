@@ -1,0 +1,32 @@
+"""The web application: routes, errors and middleware around one AsyncEngine."""
+
+import hashlib
+import time
+
+from fastapi import FastAPI
+
+from mtp_jax.server.async_engine import AsyncEngine
+from mtp_jax.server.errors import install_error_handlers
+from mtp_jax.server.metrics import ServerMetrics
+from mtp_jax.server.middleware import Gate, GateOptions
+from mtp_jax.server.routes_openai import openai_routes
+from mtp_jax.server.routes_service import service_routes
+
+
+def create_app(
+    engine: AsyncEngine, metrics: ServerMetrics, options: GateOptions, version: str, identity: str
+) -> FastAPI:
+    """Builds the application.
+
+    Args:
+      version: of this package.
+      identity: text that changes whenever the served model or its settings do; hashed into
+        `system_fingerprint`.
+    """
+    fingerprint = "fp_" + hashlib.sha256(f"{version}|{identity}".encode()).hexdigest()[:12]
+    app = FastAPI(title="mtp-jax", version=version, redirect_slashes=False)
+    install_error_handlers(app)
+    app.include_router(openai_routes(engine, fingerprint, int(time.time())))
+    app.include_router(service_routes(engine, metrics))
+    app.add_middleware(Gate, engine=engine, options=options)
+    return app

@@ -1,0 +1,256 @@
+"""Flags of the server, its configuration file, and what both come to: `ServeOptions`.
+
+Every default is read from a dataclass, so that help text and behaviour cannot drift. Three layers,
+the later wins: defaults, the --config file, the command line.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from mtp_jax.config import EngineConfig
+from mtp_jax.engine.prepare import default_compile_cache
+from mtp_jax.errors import InvalidValueError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """Everything the server was asked for.
+
+    `overrides` are fields of EngineConfig that were given; the engine chooses the others for the
+    model and the machine, starting from EngineConfig's defaults.
+    """
+
+    overrides: Mapping[str, int | bool | str] = dataclasses.field(default_factory=dict)
+    model: str | None = None  # a Hugging Face directory or a GGUF file; None is the default model
+    served_model_name: str | None = None  # None: the model's own
+    mtp_head: str | None = None  # file or directory with the weights of an MTP module
+    dtype: str = "auto"  # one of DTYPES
+    kv_cache_gib: float | None = None  # instead of engine.num_pages: memory for KV pages, per device
+    compile_cache: str = dataclasses.field(default_factory=default_compile_cache)  # a folder or "off"
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 takes a free one
+    api_key: str | None = None
+    max_body_mib: float = 8.0
+    drain_timeout: float = 30.0  # seconds
+    watchdog_timeout: float = 300.0  # seconds
+    log_level: str = "info"
+    log_format: str = "text"
+    check: bool = False
+
+    @property
+    def engine(self) -> EngineConfig:
+        """EngineConfig's defaults with the overrides."""
+        return EngineConfig(**self.overrides)  # pyright: ignore[reportArgumentType]
+
+
+def flag_of(field: str) -> str:
+    """num_pages -> --num-pages."""
+    return {"enable_prefix_caching": "--no-prefix-caching"}.get(field, "--" + field.replace("_", "-"))
+
+
+def _number(
+    kind: type[int] | type[float], low: float, high: float | None = None
+) -> Callable[[str], int | float]:
+    word = "an integer" if kind is int else "a number"
+    legal = f"{word} of at least {low}" if high is None else f"{word} from {low} to {high}"
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}")
+        return value
+
+    return parse
+
+
+_INTEGER = _number(int, 0)  # EngineConfig knows the ranges
+# Group -> flag field -> (help, how to read it, choices). None reads text.
+_Flag = tuple[str, Callable[[str], object] | None, tuple[str, ...] | None]
+FLAGS: dict[str, dict[str, _Flag]] = {
+    "model": {
+        "model": ("Hugging Face directory or GGUF file; without it, the default model", None, None),
+        "served_model_name": ("name that clients ask for ('default' always works)", None, None),
+        "mtp_head": ("file or directory with the weights of an MTP module", None, None),
+        "dtype": ("type of weights and caches; auto chooses by device and checkpoint", None, DTYPES),
+    },
+    "layout": {
+        "stages": ("pipeline stages", _INTEGER, None),
+        "tensor": ("shards of heads, ffn columns and vocabulary", _INTEGER, None),
+        "data": ("replicas of slots and pages", _INTEGER, None),
+    },
+    "engine": {
+        "max_num_seqs": ("completions decoded together; more are queued", _INTEGER, None),
+        "max_model_len": ("tokens of prompt and completion together", _INTEGER, None),
+        "page_size": ("tokens in a KV page, a multiple of 4", _INTEGER, None),
+        "num_pages": ("KV pages", _INTEGER, None),
+        "kv_cache_gib": (
+            "instead of --num-pages: GiB of KV pages on each device",
+            _number(float, 0.001),
+            None,
+        ),
+        "num_speculative_tokens": ("drafts a round, 0 to 8", _INTEGER, None),
+        "draft_sampling": ("how drafts are chosen when sampling", None, ("greedy", "probabilistic")),
+        "prefill_chunk": ("prompt tokens in a tick at most", _INTEGER, None),
+        "max_rounds": ("rounds of the ring in a dispatch at most: 1, 2, 4 or 8", _INTEGER, None),
+        "compile_cache": ("folder for compiled programs, or 'off'", None, None),
+    },
+    "server": {
+        "host": ("address to listen on", None, None),
+        "port": ("port to listen on; 0 takes a free one", _number(int, 0, 65535), None),
+        "api_key": ("key that clients must send; /health, /ready and /metrics stay open", None, None),
+        "max_body_mib": ("largest request body, in MiB", _number(float, 0.001), None),
+        "drain_timeout": ("seconds that running requests get to finish on SIGTERM", _number(float, 0), None),
+        "watchdog_timeout": ("seconds after which a single step counts as hung", _number(float, 1), None),
+        "log_level": ("least severity that is logged", None, ("debug", "info", "warning", "error")),
+        "log_format": ("text or one JSON object a line", None, ("text", "json")),
+    },
+}
+_ENGINE_FIELDS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.removeprefix('argument ').split())}\n")
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """The parser; flags that are not given leave no attribute behind."""
+    parser = _Parser(
+        prog=prog,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description="Serve a model over HTTP with OpenAI's API.",
+    )
+    defaults = {field.name: getattr(ServeOptions(), field.name) for field in dataclasses.fields(ServeOptions)}
+    defaults = _ENGINE_FIELDS | defaults
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for field, (text, read, choices) in flags.items():
+            default = defaults[field]
+            shown = text if default is None else f"{text} (default: {default})"
+            group.add_argument(
+                flag_of(field),
+                dest=field,
+                type=read or str,
+                choices=choices,
+                help=shown.replace("%", "%%"),
+                metavar=None if choices else field.rsplit("_", 1)[-1].upper(),
+            )
+        if title == "engine":
+            group.add_argument(
+                "--no-prefix-caching",
+                dest="no_prefix_caching",
+                action="store_true",
+                help="compute every prompt from its start",
+            )
+    parser.add_argument("--config", metavar="FILE", help="TOML file; keys are flags with underscores")
+    parser.add_argument("--check", action="store_true", help="validate, print what would run, and exit")
+    return parser
+
+
+def parse_options(argv: Sequence[str], prog: str = "mtp-jax serve") -> ServeOptions:
+    """Reads the command line and the file it names.
+
+    Raises:
+      SystemExit: code 2 after one line on stderr; code 0 after --help.
+    """
+    parser = make_parser(prog)
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(_unknown(unknown[0], parser))
+    given = vars(namespace)
+    try:
+        from_file = _read_file(parser, given.pop("config")) if "config" in given else {}
+        return _resolve(given, from_file)
+    except InvalidValueError as error:
+        field = flag_of(error.field) if error.field in _ENGINE_FIELDS else error.field
+        parser.error(f"{field}: got {error.got!r}; expected {error.legal}")
+
+
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    name = word.split("=")[0]
+    flags = [option for action in parser._actions for option in action.option_strings]
+    close = difflib.get_close_matches(name, flags, n=1)
+    return f"{name}: no such flag; {f'did you mean {close[0]}?' if close else 'see --help'}"
+
+
+def _resolve(given: Mapping[str, object], from_file: dict[str, object]) -> ServeOptions:
+    for one, other in (("num_pages", "kv_cache_gib"), ("kv_cache_gib", "num_pages")):
+        if one in given:
+            from_file.pop(other, None)
+    values: dict = from_file | dict(given)
+    if "num_pages" in values and "kv_cache_gib" in values:
+        raise InvalidValueError("--kv-cache-gib", values["kv_cache_gib"], "only one of it and --num-pages")
+    names = _ENGINE_FIELDS.keys() - {"dtype"}  # "auto" is none of EngineConfig's
+    overrides = {name: values.pop(name) for name in tuple(values) if name in names}
+    if values.pop("no_prefix_caching", False):
+        overrides["enable_prefix_caching"] = False
+    options = ServeOptions(overrides=overrides, **values)
+    _ = options.engine  # checks the ranges
+    return options
+
+
+def _read_file(parser: argparse.ArgumentParser, path: str) -> dict[str, object]:
+    """The settings of a TOML file, read by the same rules as the flags."""
+    try:
+        table = tomllib.loads(Path(path).expanduser().read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise InvalidValueError("--config", path, f"a readable TOML file ({reason})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidValueError("--config", path, f"valid TOML ({error})") from None
+    actions = {
+        action.dest: action for action in parser._actions if action.dest not in ("help", "config", "check")
+    }
+    values: dict[str, object] = {}
+    for key, value in table.items():
+        where = f"--config {path}: {key}"
+        if key not in actions:
+            close = difflib.get_close_matches(key, actions, n=1)
+            raise InvalidValueError(
+                where, value, f"a known key{f'; did you mean {close[0]}?' if close else ''}"
+            )
+        values[key] = _file_value(actions[key], value, where)
+    return values
+
+
+def _file_value(action: argparse.Action, value: object, where: str) -> object:
+    if action.nargs == 0:  # a switch
+        if not isinstance(value, bool):
+            raise InvalidValueError(where, value, "true or false")
+        return value
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise InvalidValueError(where, value, "one text or number")
+    if action.choices is not None and value not in action.choices:
+        raise InvalidValueError(where, value, " or ".join(map(str, action.choices)))
+    if action.type is str and not isinstance(value, str):
+        raise InvalidValueError(where, value, "a text in quotes")
+    if action.type is not str and isinstance(value, str):
+        raise InvalidValueError(where, value, "a number without quotes")
+    assert callable(action.type)
+    try:
+        return action.type(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise InvalidValueError(where, value, str(error).partition("expected ")[2]) from None
+
+
+def fail(prog: str, error: Exception) -> int:
+    """Prints the one line that a user's mistake gets; the exit code."""
+    text = str(error)
+    if isinstance(error, InvalidValueError) and error.field in _ENGINE_FIELDS | {"mtp_head": 0, "model": 0}:
+        text = f"{flag_of(error.field)}: got {error.got!r}; expected {error.legal}"
+    print(f"{prog}: {' '.join(text.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,219 @@
+"""The life of a server process: bind, load, serve, drain, exit.
+
+Exit codes: 0 after a drain, 1 when the engine died, 2 for a mistake in flags, files or models,
+128 + signal when a second signal cut the drain short.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Protocol
+
+import uvicorn
+
+from mtp_jax import __version__
+from mtp_jax.errors import InvalidValueError, UnsupportedHereError
+from mtp_jax.server.app import create_app
+from mtp_jax.server.arguments import ServeOptions, fail, parse_options
+from mtp_jax.server.async_engine import AsyncEngine, State
+from mtp_jax.server.interface import EngineCore, Report
+from mtp_jax.server.logs import Progress, configure_logging, curl_line
+from mtp_jax.server.metrics import ServerMetrics, describe_load
+from mtp_jax.server.middleware import GateOptions
+
+log = logging.getLogger(__name__)
+
+LOAD_LOG_SECONDS = 10.0
+FLUSH_SECONDS = 5.0  # for answers that are written when the server stops
+
+
+class Backend(Protocol):
+    """Where engines come from."""
+
+    def describe(self, options: ServeOptions) -> str:
+        """What would run: checks everything that can be checked without loading weights."""
+        ...
+
+    def build(self, options: ServeOptions, report: Report) -> EngineCore: ...
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: draining needs the server to go on answering."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main(
+    argv: Sequence[str] | None = None, backend: Backend | None = None, prog: str = "mtp-jax serve"
+) -> int:
+    """Serves until told to stop; returns the exit code."""
+    options = parse_options(sys.argv[1:] if argv is None else argv, prog)
+    source = backend
+    if source is None:
+        from mtp_jax.server.backend import EngineBackend  # imports jax: --help and bad flags need none
+
+        source = EngineBackend()
+    configure_logging(options.log_level, options.log_format)
+    try:
+        if options.check:
+            print(source.describe(options))
+            return 0
+        listener = bind_listener(options.host, options.port)
+    except (InvalidValueError, UnsupportedHereError) as error:
+        return fail(prog, error)
+    process = ServerProcess(options, source, listener, prog)
+    with asyncio.Runner(loop_factory=process.http.config.get_loop_factory()) as runner:
+        code = runner.run(process.run())
+    if process.engine.state is not State.STOPPED:
+        # Some thread may be inside a compiler, which must not have the interpreter torn down under it.
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """A listening socket, taken before anything slow happens."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InvalidValueError("--host", host, f"an address of this machine ({error.strerror})") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        legal = f"a free port of {host}, or 0 for any ({error.strerror})"
+        raise InvalidValueError("--port", port, legal) from None
+    return listener
+
+
+class ServerProcess:
+    """One server: the engine's thread, the HTTP server and the signals that end them."""
+
+    def __init__(self, options: ServeOptions, backend: Backend, listener: socket.socket, prog: str):
+        self.options, self.prog = options, prog
+        self.listener = listener
+        self.metrics = ServerMetrics()
+        self.progress = Progress(structured=options.log_format == "json")
+        self.engine = AsyncEngine(
+            functools.partial(backend.build, options),
+            observer=self.metrics,
+            on_progress=self.progress,
+            watchdog_seconds=options.watchdog_timeout,
+        )
+        gate = GateOptions(options.api_key, int(options.max_body_mib * 2**20))
+        identity = f"{options.model} {options.mtp_head} {options.dtype} {options.engine}"
+        app = create_app(self.engine, self.metrics, gate, __version__, identity)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=int(FLUSH_SECONDS),
+        )
+        self.http = _HttpServer(config)
+
+    async def run(self, handle_signals: bool = True) -> int:
+        """Serves until `stop` is set, by a signal or a caller in this loop; the exit code."""
+        self.stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT) if handle_signals else ():
+            loop.add_signal_handler(number, self._on_signal, number)
+        self.engine.start()
+        serving = asyncio.create_task(self.http.serve(sockets=[self.listener]))
+        reporter = asyncio.create_task(self._report_load())
+        try:
+            return await self._until_stopped(serving)
+        finally:
+            reporter.cancel()
+            self.http.should_exit = True
+            await serving
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.stop.is_set():
+            print(f"{self.prog}: second signal: stopping at once", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+        self.stop.set()
+
+    async def _until_stopped(self, serving: asyncio.Task[None]) -> int:
+        await _first(self.engine.loaded.wait(), self.stop.wait(), serving)
+        self.progress.close()
+        if self.engine.state is State.DEAD:
+            return self._loading_failed()
+        if self.engine.state is State.READY and not self.stop.is_set():
+            self._announce()
+            await _first(self.engine.ended.wait(), self.stop.wait(), serving)
+        if self.engine.state is State.LOADING:
+            log.info("stopped while loading")
+            return 0
+        if self.engine.state is State.DEAD:
+            return await self._engine_died()
+        return await self._drain()
+
+    def _loading_failed(self) -> int:
+        error = self.engine.failure
+        if isinstance(error, InvalidValueError | UnsupportedHereError):
+            return fail(self.prog, error)
+        log.critical("loading failed", exc_info=error)
+        return 1
+
+    async def _engine_died(self) -> int:
+        log.critical("the engine died (%r); stopping", self.engine.failure)
+        await asyncio.sleep(1.0)  # /health says 503 for a moment, and waiting clients get their answer
+        return 1
+
+    async def _drain(self) -> int:
+        seconds = self.options.drain_timeout
+        log.info("draining: %d requests have %g s to finish", self.engine.num_live, seconds)
+        if not await self.engine.drain(seconds):
+            log.warning("drain time is over: the remaining requests were cut off")
+        if self.engine.state is State.DEAD:
+            return await self._engine_died()
+        self.engine.stop()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.engine.ended.wait(), FLUSH_SECONDS)
+        log.info("stopped")
+        return 0
+
+    def _announce(self) -> None:
+        bound, port = str(self.listener.getsockname()[0]), self.listener.getsockname()[1]
+        host: str = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        core = self.engine.engine
+        chat = getattr(core.tokenizer, "has_chat_template", True)
+        ready = f"ready: {core.model_name} on {address} after {self.progress.seconds:.1f} s"
+        curl = curl_line(address, chat, self.options.api_key is not None)
+        if self.options.log_format == "json":
+            log.info("%s", ready)
+        else:
+            print(f"{ready}\n{curl}", file=sys.stderr, flush=True)
+
+    async def _report_load(self) -> None:
+        """A line of load every few seconds while there is any."""
+        before, tokens = self.engine.latest_stats, 0
+        while True:
+            await asyncio.sleep(LOAD_LOG_SECONDS)
+            now, delivered = self.engine.latest_stats, self.metrics.delivered_tokens
+            if self.engine.num_live or delivered != tokens:
+                log.info("%s", describe_load(before, now, delivered - tokens, LOAD_LOG_SECONDS))
+            before, tokens = now, delivered
+
+
+async def _first(*awaitables: Coroutine | asyncio.Task) -> None:
+    """Waits for the first of them; tasks that were passed in go on, coroutines are cancelled."""
+    tasks = [asyncio.ensure_future(item) for item in awaitables]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, given in zip(tasks, awaitables, strict=True):
+        if task is not given:
+            task.cancel()

@@ -1,0 +1,123 @@
+"""From a request's body to engine requests: model name, token ids, limits."""
+
+import asyncio
+
+from mtp_jax.request import EngineRequest, SamplingParams, expand_request
+from mtp_jax.server.errors import ApiError
+from mtp_jax.server.interface import EngineCore
+from mtp_jax.server.protocol import MAX_CHOICES, ChatBody, ChatMessage, CompletionBody
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat has none
+_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "documents"}  # set by the server
+_INLINE_CHARACTERS = 4096  # longer texts are tokenized off the event loop
+
+
+def check_model(engine: EngineCore, name: str | None) -> None:
+    """Raises a 404 unless `name` is what is served, `default` or absent."""
+    if name not in (None, "default", engine.model_name):
+        message = f"the model {name!r} does not exist; this server has {engine.model_name!r} (or 'default')"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def encode(engine: EngineCore, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    """Token ids; long texts are tokenized off the event loop."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can say \ud800, and no tokenizer can read it
+        message = f"{param}: expected text without unpaired surrogates"
+        raise ApiError(400, message, param, "invalid_value") from None
+    if len(text) <= _INLINE_CHARACTERS:
+        return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(engine.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def render_chat(
+    engine: EngineCore,
+    messages: list[ChatMessage],
+    add_generation_prompt: bool,
+    kwargs: dict[str, object] | None,
+) -> str:
+    """The chat template's text. Raises InvalidRequestError where the template refuses the messages."""
+    for name in _TEMPLATE_NAMES & set(kwargs or ()):
+        message = f"chat_template_kwargs: got {name!r}; expected names that the server does not set itself"
+        raise ApiError(400, message, "chat_template_kwargs", "invalid_value")
+    plain = [message.as_template_message() for message in messages]
+    variables = {"add_generation_prompt": add_generation_prompt} | (kwargs or {})
+    return engine.tokenizer.apply_chat_template(plain, **variables)  # pyright: ignore[reportArgumentType]
+
+
+def check_token_ids(engine: EngineCore, ids: list[int], param: str) -> None:
+    size = engine.model_config.vocab_size
+    for token in ids:
+        if not 0 <= token < size:
+            raise ApiError(
+                400, f"{param}: got token id {token}; expected 0 to {size - 1}", param, "invalid_value"
+            )
+
+
+def _check_length(
+    engine: EngineCore, length: int, max_tokens: int | None, prompt_param: str, tokens_param: str
+) -> None:
+    limit = engine.config.max_model_len
+    if length == 0:
+        raise ApiError(400, f"{prompt_param}: the prompt has no tokens", prompt_param, "invalid_value")
+    if length >= limit:
+        message = (
+            f"{prompt_param}: the prompt has {length} tokens; expected fewer than {limit}, the context length"
+        )
+        raise ApiError(400, message, prompt_param, "context_length_exceeded")
+    if max_tokens is not None and length + max_tokens > limit:
+        message = (
+            f"{tokens_param}: got {max_tokens}; expected at most {limit - length}: "
+            f"the prompt has {length} tokens and the context length is {limit}"
+        )
+        raise ApiError(400, message, tokens_param, "context_length_exceeded")
+
+
+def _check_params(engine: EngineCore, params: SamplingParams) -> None:
+    check_token_ids(engine, list(params.stop_token_ids), "stop_token_ids")
+    limit = engine.config.num_speculative_tokens
+    if params.num_speculative_tokens is not None and params.num_speculative_tokens > limit:
+        message = f"num_speculative_tokens: got {params.num_speculative_tokens}; expected 0 to {limit}"
+        raise ApiError(400, message, "num_speculative_tokens", "invalid_value")
+
+
+async def completion_requests(engine: EngineCore, body: CompletionBody, name: str) -> list[EngineRequest]:
+    """Choices in OpenAI's order: all n of the first prompt, then of the second, ..."""
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    params = body.sampling_params(max_tokens)
+    _check_params(engine, params)
+    if len(body.prompt) * params.n > MAX_CHOICES:
+        message = (
+            f"prompt: got {len(body.prompt)} prompts × n = {params.n}; expected at most {MAX_CHOICES} choices"
+        )
+        raise ApiError(400, message, "prompt", "invalid_value")
+    requests: list[EngineRequest] = []
+    for index, prompt in enumerate(body.prompt):
+        if isinstance(prompt, str):
+            ids = await encode(engine, prompt, body.add_special_tokens, "prompt")
+        else:
+            ids = prompt
+            check_token_ids(engine, ids, "prompt")
+        _check_length(engine, len(ids), max_tokens, "prompt", "max_tokens")
+        requests += expand_request(f"{name}-{index}", ids, params)
+    return requests
+
+
+async def chat_requests(engine: EngineCore, body: ChatBody, name: str) -> list[EngineRequest]:
+    both = body.max_tokens is not None and body.max_completion_tokens is not None
+    if both and body.max_tokens != body.max_completion_tokens:
+        message = "max_completion_tokens: expected the same as max_tokens, or only one of them"
+        raise ApiError(400, message, "max_completion_tokens", "invalid_value")
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    if max_tokens is not None and max_tokens < 1:
+        raise ApiError(
+            400, f"{param}: got {max_tokens}; expected an integer of at least 1", param, "invalid_value"
+        )
+    params = body.sampling_params(max_tokens)
+    _check_params(engine, params)
+    text = render_chat(engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+    ids = await encode(engine, text, False, "messages")  # the template writes special tokens itself
+    _check_length(engine, len(ids), max_tokens, "messages", param)
+    return expand_request(name, ids, params)

@@ -1,0 +1,299 @@
+"""The bodies of requests. Strict: no coercion, unknown fields are errors, nothing is ignored silently.
+
+Parameters of OpenAI's and vLLM's APIs that this release does not implement are fields all the same:
+they may have the value that changes nothing, and any other is refused by name.
+"""
+
+import json
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from mtp_jax.request import SamplingParams
+
+MAX_STOP_STRINGS = 16
+MAX_CHOICES = 1024  # prompts × n of one call
+
+# Parameter -> the values that change nothing; null always is one.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),  # says nothing as long as there are no tools
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_CHAT = (
+    "audio",
+    "function_call",
+    "functions",
+    "modalities",
+    "parallel_tool_calls",
+    "prediction",
+    "reasoning_effort",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "verbosity",
+    "web_search_options",
+)
+_COMPLETION = ("best_of", "echo", "suffix")
+_SHARED = tuple(name for name in NEUTRAL if name not in _CHAT + _COMPLETION)
+
+
+def _same(value: object, legal: object) -> bool:
+    numbers = isinstance(value, int | float) and isinstance(legal, int | float)
+    both_bool = isinstance(value, bool) == isinstance(legal, bool)
+    return value == legal and (both_bool if numbers else type(value) is type(legal))
+
+
+def check_neutral(value: object, info: ValidationInfo) -> object:
+    """Refuses a parameter of `NEUTRAL` unless its value changes nothing."""
+    legal = NEUTRAL[info.field_name or ""]
+    if value is None or any(_same(value, item) for item in legal):
+        return None
+    words = " or ".join(["null", *(json.dumps(item) for item in legal)])
+    text = f"not supported by this release; leave it out or send {words}"
+    raise PydanticCustomError("unsupported", "{text}", {"text": text})
+
+
+def _invalid(legal: str) -> PydanticCustomError:
+    return PydanticCustomError("invalid", "{text}", {"text": f"expected {legal}"})
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class SamplingBody(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Accepted and unused, as OpenAI does.
+    user: str | None = None
+    metadata: dict[str, object] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # vLLM's and our own extra parameters.
+    top_k: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool = True
+    num_speculative_tokens: int | None = None
+    include_metrics: bool = False  # adds `metrics.speculative_decoding` to the answer
+    # Not implemented; see NEUTRAL.
+    allowed_token_ids: object = None
+    bad_words: object = None
+    frequency_penalty: object = None
+    length_penalty: object = None
+    logit_bias: object = None
+    logprobs: object = None
+    min_p: object = None
+    min_tokens: object = None
+    presence_penalty: object = None
+    prompt_logprobs: object = None
+    repetition_penalty: object = None
+    response_format: object = None
+    service_tier: object = None
+    use_beam_search: object = None
+
+    _neutral = field_validator(*_SHARED, mode="plain")(check_neutral)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop(cls, value: object) -> object:
+        items = [value] if isinstance(value, str) else value
+        if items is None:
+            return None
+        if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
+            raise _invalid("a non-empty string or a list of non-empty strings")
+        if len(items) > MAX_STOP_STRINGS:
+            raise _invalid(f"at most {MAX_STOP_STRINGS} strings")
+        return items
+
+    @field_validator("stream_options")
+    @classmethod
+    def _stream_options(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise _invalid("null unless stream is true")
+        return value
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
+        """Raises InvalidRequestError for a value out of range."""
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=0 if self.top_k is None else self.top_k,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            n=1 if self.n is None else self.n,
+            num_speculative_tokens=self.num_speculative_tokens,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions. `prompt` is a list of prompts, each text or token ids."""
+
+    prompt: list[str | list[int]]
+    max_tokens: int | None = None
+    add_special_tokens: bool = True
+    best_of: object = None
+    echo: object = None
+    suffix: object = None
+
+    _neutral_too = field_validator(*_COMPLETION, mode="plain")(check_neutral)
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _prompt(cls, value: object) -> list[str | list[int]]:
+        return as_prompts(value)
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """One message. What OpenAI's client returns for an assistant may be sent back as it is."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Literal[None] | list[None] = None
+    annotations: list[None] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _content(cls, value: object) -> object:
+        if not isinstance(value, str | list):
+            raise _invalid("a string or a list of text parts")
+        return value
+
+    def as_template_message(self) -> dict[str, str]:
+        """The message for a chat template: plain text; a developer's message is the system's."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, object] | None = None
+    audio: object = None
+    function_call: object = None
+    functions: object = None
+    modalities: object = None
+    parallel_tool_calls: object = None
+    prediction: object = None
+    reasoning_effort: object = None
+    tool_choice: object = None
+    tools: object = None
+    top_logprobs: object = None
+    verbosity: object = None
+    web_search_options: object = None
+
+    _neutral_too = field_validator(*_CHAT, mode="plain")(check_neutral)
+
+    @field_validator("messages", mode="after")
+    @classmethod
+    def _messages(cls, value: list[ChatMessage]) -> list[ChatMessage]:
+        if not value:
+            raise _invalid("at least one message")
+        return value
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, object] | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("invalid", "prompt: expected exactly one of prompt and messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def is_token_ids(value: object) -> bool:
+    """True for a non-empty list of integers (booleans are not integers here)."""
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def as_prompts(value: object) -> list[str | list[int]]:
+    """OpenAI's four shapes of `prompt` as one list: a text, texts, token ids, lists of token ids."""
+    legal = "a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
+    prompts: list = [value] if isinstance(value, str) or is_token_ids(value) else value  # type: ignore[assignment]
+    if not isinstance(prompts, list) or not prompts:
+        raise _invalid(legal)
+    if not (all(isinstance(item, str) for item in prompts) or all(is_token_ids(item) for item in prompts)):
+        raise _invalid(legal)
+    return prompts

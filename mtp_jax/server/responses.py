@@ -1,0 +1,177 @@
+"""OpenAI's response objects, built as plain dicts: a chunk is made per token, so this is a hot path."""
+
+import dataclasses
+import json
+
+from mtp_jax.request import EngineRequest, RequestOutput, SpeculationStats
+
+DONE = "data: [DONE]\n\n"
+
+
+def event(payload: dict) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+@dataclasses.dataclass
+class Choice:
+    """One completion as it grows."""
+
+    text: str = ""
+    token_count: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    speculation: SpeculationStats | None = None
+
+
+class Tally:
+    """Collects outputs into choices, and counts what is billed: each prompt once, every completion token."""
+
+    def __init__(self, requests: tuple[EngineRequest, ...]):
+        self._requests = requests
+        self.choices = [Choice() for _ in requests]
+        self._cached = [0] * len(requests)
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        choice = self.choices[index]
+        choice.text += output.text
+        choice.token_count += len(output.token_ids)
+        self._cached[index] = max(self._cached[index], output.num_cached_tokens)
+        if output.finish_reason is not None:
+            choice.finish_reason = output.finish_reason.value
+            choice.stop_reason = output.stop_reason
+            choice.speculation = output.speculation
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(r.prompt_token_ids) for r in self._requests if r.shares_prompt_with is None)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.token_count for choice in self.choices)
+
+    def usage(self) -> dict:
+        owners = (i for i, r in enumerate(self._requests) if r.shares_prompt_with is None)
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached[i] for i in owners)},
+        }
+
+    def speculation(self) -> SpeculationStats:
+        """All choices together."""
+        stats = [choice.speculation for choice in self.choices if choice.speculation is not None]
+        width = max((len(s.acceptance_histogram) for s in stats), default=0)
+        padded = [s.acceptance_histogram + (0,) * (width - len(s.acceptance_histogram)) for s in stats]
+        return SpeculationStats(
+            num_rounds=sum(s.num_rounds for s in stats),
+            num_draft_tokens=sum(s.num_draft_tokens for s in stats),
+            num_accepted_tokens=sum(s.num_accepted_tokens for s in stats),
+            acceptance_histogram=tuple(sum(column) for column in zip(*padded, strict=True)),
+        )
+
+    def metrics(self, num_speculative_tokens: int) -> dict:
+        """vLLM's per-request `metrics` object."""
+        stats = self.speculation()
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": stats.mean_acceptance_length,
+                "draft_acceptance_rate": stats.acceptance_rate,
+                "acceptance_histogram": list(stats.acceptance_histogram),
+                "num_spec_steps": stats.num_rounds,
+                "num_accepted_draft_tokens": stats.num_accepted_tokens,
+                "num_draft_tokens": stats.num_draft_tokens,
+                "num_spec_tokens": num_speculative_tokens,
+            }
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Envelope:
+    """What all objects of one answer share."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def _wrap(self, kind: str, choices: list[dict], extra: dict) -> dict:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+            **extra,
+        }
+
+
+class CompletionEnvelope(Envelope):
+    """Objects of /v1/completions."""
+
+    def full(self, tally: Tally, extra: dict) -> dict:
+        choices = [
+            self._choice(index, choice.text, choice.finish_reason, choice.stop_reason)
+            for index, choice in enumerate(tally.choices)
+        ]
+        return self._wrap("text_completion", choices, {"usage": tally.usage(), **extra})
+
+    def opening(self, count: int, extra: dict) -> list[dict]:
+        return []
+
+    def chunks(self, index: int, output: RequestOutput, extra: dict) -> list[dict]:
+        if not output.text and output.finish_reason is None:
+            return []
+        choice = self._choice(index, output.text, output.finish_reason, output.stop_reason)
+        return [self._wrap("text_completion", [choice], extra)]
+
+    def closing(self, extra: dict) -> dict:
+        return self._wrap("text_completion", [], extra)
+
+    @staticmethod
+    def _choice(index: int, text: str, finish: str | None, stop: int | str | None) -> dict:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": stop}
+
+
+class ChatEnvelope(Envelope):
+    """Objects of /v1/chat/completions."""
+
+    def full(self, tally: Tally, extra: dict) -> dict:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            for index, choice in enumerate(tally.choices)
+        ]
+        return self._wrap("chat.completion", choices, {"usage": tally.usage(), **extra})
+
+    def opening(self, count: int, extra: dict) -> list[dict]:
+        """The role, for each choice, before any text."""
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk(index, delta, None, None, extra) for index in range(count)]
+
+    def chunks(self, index: int, output: RequestOutput, extra: dict) -> list[dict]:
+        made = []
+        if output.text:
+            made.append(self._chunk(index, {"content": output.text}, None, None, extra))
+        if output.finish_reason is not None:
+            made.append(self._chunk(index, {}, output.finish_reason, output.stop_reason, extra))
+        return made
+
+    def closing(self, extra: dict) -> dict:
+        return self._wrap("chat.completion.chunk", [], extra)
+
+    def _chunk(
+        self, index: int, delta: dict, finish: str | None, stop: int | str | None, extra: dict
+    ) -> dict:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        if finish is not None:
+            choice["stop_reason"] = stop
+        return self._wrap("chat.completion.chunk", [choice], extra)

@@ -1,0 +1,54 @@
+"""Stop strings over text that arrives in pieces."""
+
+from collections.abc import Sequence
+
+
+class StopChecker:
+    """Cuts a stream of text at the first stop string that completes.
+
+    Text that may still become a stop string is held back until that is decided. The outcome is the
+    same however the text is split: the match that *ends* first wins, as if characters came singly,
+    and of several that end together the longest.
+
+    Args:
+      stops: non-empty strings; none at all passes everything through.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        assert all(stops), "stop strings must not be empty"
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Takes the next piece; returns what may be shown now, and the stop string once found.
+
+        After a match everything is dropped.
+        """
+        if self.matched is not None:
+            return "", self.matched
+        text = self._held + text
+        starts = [(text.find(stop), stop) for stop in self._stops]
+        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        if found:
+            _, start, self.matched = min(found)
+            self._held = ""
+            return text[:start], self.matched
+        held = self._undecided(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], None
+
+    def finish(self) -> str:
+        """Releases the held text at the end of the stream; empty after a match."""
+        text, self._held = self._held, ""
+        return text
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

@@ -1,0 +1,1 @@
+"""Mesh, placement table and stage plan: where everything lives. Imports jax only."""

@@ -1,0 +1,69 @@
+"""The placement table: logical axes of weights, caches and state to mesh axes.
+
+Models and the engine name *logical* axes; this table alone says which mesh axis each one lies on.
+The trunk is split over `stage` (layers) and `tensor` (heads, ffn columns). The head - embedding,
+LM head, final norm, MTP module - is not on the last stage: it is spread over `stage` x `tensor`,
+so that every stage does its share of verification and drafting (see ARCHITECTURE.md).
+"""
+
+import dataclasses
+
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from sharding.mesh import AXES, STAGE, TENSOR
+
+MeshAxes = str | tuple[str, ...] | None
+
+LOGICAL_AXES: dict[str, MeshAxes] = {
+    "layer_stage": STAGE,  # leading axis of stacked trunk weights, caches and flights
+    "kv_heads": TENSOR,  # trunk attention, grouped by KV head
+    "ffn": TENSOR,
+    "vocab": (STAGE, TENSOR),  # embedding rows and LM-head columns
+    "mtp_kv_heads": (STAGE, TENSOR),
+    "mtp_ffn": (STAGE, TENSOR),
+    "mtp_out": (STAGE, TENSOR),  # output features of the MTP input projection
+}
+HEAD_AXES = (STAGE, TENSOR)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The table bound to one mesh, with the logical axes that do not divide there left replicated."""
+
+    mesh: Mesh
+    replicated: frozenset[str] = frozenset()
+
+    def axis_size(self, logical: str) -> int:
+        """Devices that a logical axis is spread over: 1 where it is replicated."""
+        if logical in self.replicated:
+            return 1
+        axes = LOGICAL_AXES[logical]
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        size = 1
+        for name in names:
+            size *= self.mesh.shape[name]
+        return size
+
+    def spec(self, *logical: str | None) -> P:
+        """PartitionSpec for an array whose axes have these logical names (None: not split).
+
+        Raises:
+          ValueError: two axes of the array would land on one mesh axis.
+        """
+        entries = [
+            None if name is None or name in self.replicated else LOGICAL_AXES[name] for name in logical
+        ]
+        used = [
+            axis for entry in entries if entry for axis in ((entry,) if isinstance(entry, str) else entry)
+        ]
+        if len(used) != len(set(used)):
+            raise ValueError(f"logical axes {logical} use a mesh axis twice: {entries}")
+        return P(*entries)
+
+
+def make_placement(mesh: Mesh, sizes: dict[str, int]) -> Placement:
+    """Binds the table to a mesh; an axis of `sizes` that its mesh axes do not divide is replicated."""
+    assert set(mesh.axis_names) == set(AXES)
+    whole = Placement(mesh)
+    return Placement(mesh, frozenset(name for name, size in sizes.items() if size % whole.axis_size(name)))

@@ -1,0 +1,126 @@
+"""config.json: the older and newer forms, defaults, and refusals that name the field."""
+
+import json
+
+import pytest
+
+from mtp_jax.config import RopeScaling
+from mtp_jax.errors import CheckpointError
+from mtp_jax.loading.hf_config import config_from_directory
+
+BASE = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads BASE with changes; a value of None removes the field."""
+
+    def make(generation: dict[str, object] | None = None, **changes: object):
+        values = {key: value for key, value in (BASE | changes).items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return config_from_directory(tmp_path)
+
+    return make
+
+
+def test_defaults(read):
+    config = read(num_key_value_heads=None)
+    assert (config.num_key_value_heads, config.head_dim, config.rope_theta) == (4, 16, 10000.0)
+    assert (config.rms_norm_eps, config.tie_word_embeddings, config.attention_bias) == (1e-6, False, False)
+    assert (config.bos_token_id, config.eos_token_ids, config.rope_scaling) == (None, (), None)
+
+
+def test_head_dim_of_its_own(read):
+    assert read(head_dim=32).head_dim == 32
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "mimo"])
+def test_biased_families(read, model_type):
+    assert read(model_type=model_type).attention_bias
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "scaling"),
+    [
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, 5e5, RopeScaling("linear", 2)),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            1e4,
+            RopeScaling("llama3", 8, 1, 4, 512),
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, 7e4, None),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 7e4, **LLAMA3}},
+            7e4,
+            RopeScaling("llama3", 8, 1, 4, 512),
+        ),
+    ],
+)
+def test_rotary_settings_in_both_forms(read, changes, theta, scaling):
+    config = read(**changes)
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+def test_end_of_sequence_ids_of_both_files(read):
+    assert read(eos_token_id=7).eos_token_ids == (7,)
+    assert read({"eos_token_id": [7, 9]}, eos_token_id=[8, 7]).eos_token_ids == (8, 7, 9)
+    assert read({"eos_token_id": 3}).eos_token_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type: got 'gpt2'; expected one of llama, qwen2, mimo"),
+        ({"model_type": None}, "model_type: got None"),
+        ({"hidden_size": None}, "hidden_size: got None; expected an integer"),
+        ({"hidden_size": "64"}, "hidden_size: got '64'"),
+        ({"vocab_size": 0}, "vocab_size: got 0; expected an integer of at least 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: got 3; expected a divisor"),
+        ({"hidden_size": 66}, "hidden_size: got 66; expected a multiple of num_attention_heads, 4"),
+        ({"head_dim": 15}, "head_dim: got 15; expected an even number"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps: got -1; expected a number above 0"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'; expected 'silu'"),
+        ({"attention_bias": True}, "attention_bias: got True"),
+        ({"mlp_bias": True}, "mlp_bias: got True"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window: got True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: rope_type: got 'yarn'.*llama3"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: got None"),
+        ({"rope_scaling": 3}, "rope_scaling: got 3; expected an object"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: got '</s>'; expected a token id"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers: got -1"),
+    ],
+)
+def test_refusals_name_the_field(read, changes, message):
+    with pytest.raises(CheckpointError, match=rf"^config\.json: {message}"):
+        read(**changes)
+
+
+def test_no_configuration(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json: got 'no such file'"):
+        config_from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_configuration_that_is_no_object(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        config_from_directory(tmp_path)

@@ -1,0 +1,139 @@
+"""The engine's thread: outputs in order, aborts, and no hang when it dies."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from mtp_jax.config import EngineConfig
+from mtp_jax.errors import EngineDeadError, InvalidRequestError
+from mtp_jax.request import EngineRequest, SamplingParams, expand_request
+from mtp_jax.server.async_engine import AsyncEngine, ServerStoppingError, State
+from tests.server.scripted import ScriptedEngine
+
+
+def _request(name: str, prompt: str, **params) -> EngineRequest:
+    return expand_request(name, [ord(c) for c in prompt], SamplingParams(temperature=0, **params))[0]
+
+
+def _run(
+    body: Callable[[AsyncEngine, ScriptedEngine], Awaitable[None]], step_seconds: float = 0.0
+) -> ScriptedEngine:
+    core = ScriptedEngine(EngineConfig(max_num_seqs=2, num_pages=32), step_seconds)
+
+    async def main() -> None:
+        engine = AsyncEngine(lambda report: core)
+        engine.start()
+        await engine.loaded.wait()
+        await body(engine, core)
+        engine.stop()
+        await asyncio.wait_for(engine.ended.wait(), 5)
+
+    asyncio.run(main())
+    return core
+
+
+def test_generate() -> None:
+    async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
+        outputs = [output async for output in engine.generate(_request("a", "abc!", max_tokens=9))]
+        assert "".join(output.text for output in outputs) == "abc"
+        assert [output.finish_reason for output in outputs] == [None, None, None, "stop"]
+        assert engine.num_live == 0
+
+    assert _run(body).closed
+
+
+def test_many_at_once_keep_their_own_text() -> None:
+    async def one(engine: AsyncEngine, number: int) -> None:
+        prompt = f"<{number}>"
+        text = ""
+        async for output in engine.generate(_request(f"r{number}", prompt, max_tokens=3 * len(prompt))):
+            text += output.text
+        assert text == prompt * 3
+
+    async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
+        await asyncio.gather(*(one(engine, number) for number in range(50)))
+
+    _run(body)
+
+
+def test_leaving_the_generator_aborts() -> None:
+    async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
+        outputs = engine.generate(_request("a", "abc", max_tokens=500))
+        await anext(outputs)
+        await outputs.aclose()
+        assert engine.num_live == 0
+        while core.has_work():
+            await asyncio.sleep(0.01)
+
+    _run(body, step_seconds=0.005)
+
+
+def test_cancelling_aborts_even_before_admission() -> None:
+    async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
+        blocker = await engine.submit([_request("b", "HANG", max_tokens=1)])
+        await asyncio.sleep(0.05)
+        task = asyncio.create_task(engine.submit([_request("a", "abc", max_tokens=500)]))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        core.release.set()
+        assert [output async for output in blocker]
+        await asyncio.sleep(0.05)
+        assert not core.has_work() and engine.num_live == 0
+
+    _run(body)
+
+
+def test_admission_is_all_or_nothing() -> None:
+    async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
+        with pytest.raises(InvalidRequestError, match="KV pages"):
+            await engine.submit([_request("a", "abc"), _request("b", "x" * 1000)])
+        assert engine.num_live == 0 and not core.has_work()
+
+    _run(body)
+
+
+def test_a_dead_engine_ends_everything() -> None:
+    async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
+        running = await engine.submit([_request("a", "abc", max_tokens=500)])
+        crashing = await engine.submit([_request("b", "CRASH")])
+        for submission in (running, crashing):
+            with pytest.raises(EngineDeadError, match="the script says CRASH"):
+                while True:
+                    await anext(submission)
+        assert engine.state is State.DEAD and not engine.healthy
+        with pytest.raises(EngineDeadError):
+            await engine.submit([_request("c", "abc")])
+
+    assert _run(body).closed
+
+
+def test_drain_waits_and_then_cuts() -> None:
+    async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
+        short = await engine.submit([_request("a", "abc", max_tokens=5)])
+        assert await engine.drain(5)
+        assert len([output async for output in short]) == 5
+        long = await engine.submit([_request("b", "abc", max_tokens=500)])
+        assert not await engine.drain(0.05)
+        with pytest.raises(ServerStoppingError):
+            while True:
+                await anext(long)
+
+    _run(body, step_seconds=0.005)
+
+
+def test_a_failing_load_is_reported() -> None:
+    async def main() -> None:
+        def build(report):
+            report("reading", 1, 2)
+            raise RuntimeError("no such weights")
+
+        engine = AsyncEngine(build)
+        engine.start()
+        await asyncio.wait_for(engine.loaded.wait(), 5)
+        assert engine.state is State.DEAD and "no such weights" in str(engine.failure)
+        assert engine.percent == 12.5
+
+    asyncio.run(main())
