@@ -10,9 +10,7 @@ STAGE, DATA, TENSOR = "stage", "data", "tensor"
 AXES = (STAGE, DATA, TENSOR)
 
 
-def make_mesh(
-    stages: int, data: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def make_mesh(stages: int, data: int = 1, tensor: int = 1, devices: Sequence | None = None) -> Mesh:
     """The engine's mesh over the first `stages * data * tensor` devices.
 
     Raises:

@@ -83,11 +83,11 @@ class PlanWriter:
             fields |= {f"chunks.{name}": value for name, value in self._chunk_fields(plan, bucket).items()}
         arrays = self._send(fields)
         chunk_arrays = {name[7:]: value for name, value in arrays.items() if name.startswith("chunks.")}
-        plain: dict[str, jax.Array | None] = {
-            name: value for name, value in arrays.items() if not name.startswith("chunks.")
-        }
-        plain.setdefault("num_drafts", None)
-        return PlanArrays(**plain, chunks=ChunkArrays(**chunk_arrays) if bucket.chunk else None)
+        plain = {name: value for name, value in arrays.items() if not name.startswith("chunks.")}
+        num_drafts = plain.pop("num_drafts", None)
+        return PlanArrays(
+            **plain, num_drafts=num_drafts, chunks=ChunkArrays(**chunk_arrays) if bucket.chunk else None
+        )
 
     def _send(self, fields: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         stale = []

@@ -10,7 +10,6 @@ Flights and chunks carry (slot, generation). Where the slot's generation has mov
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.paged import sink_pages
+from mtp_jax.engine.trees import stand_in
 from sharding.placement import Placement
 
-_pytree = functools.partial(jax.tree_util.register_dataclass)
 
-
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
     """Per request slot, replicated. A slot is live from the end of its prompt, under its generation."""
@@ -39,7 +37,7 @@ class Slots:
     )  # U K V float32  log q up to a constant, split along V; None: one-hot drafts
 
 
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flight:
     """Rows of each of the Z groups of the ring, replicated; B is the largest row bucket."""
@@ -51,7 +49,7 @@ class Flight:
     live: jax.Array  # Z B bool
 
 
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Lane:
     """Prompt chunks in flight, replicated, by the tick (mod Z) at which they entered."""
@@ -65,7 +63,7 @@ class Lane:
     live: jax.Array  # Z bool
 
 
-@_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EngineState:
     slots: Slots
@@ -85,23 +83,20 @@ def state_specs(
     model: ModelConfig, config: EngineConfig, placement: Placement, num_layer_slots: int
 ) -> EngineState:
     """The state's PartitionSpecs, in the state's own shape."""
-    cache = placement.spec("layer_stage", None, None, "kv_heads", None)
-    mtp_cache = placement.spec(None, None, "mtp_kv_heads", None)
+    whole = stand_in(P())
+    by_stage = stand_in(placement.spec("layer_stage"))
+    cache = stand_in(placement.spec("layer_stage", None, None, "kv_heads", None))
+    mtp_cache = stand_in(placement.spec(None, None, "mtp_kv_heads", None))
+    logits = stand_in(placement.spec(None, None, "vocab")) if _keeps_logits(config) else None
+    drafts = config.num_speculative_tokens > 0
     return EngineState(
-        slots=Slots(
-            P(),
-            P(),
-            P(),
-            P() if config.num_speculative_tokens else None,
-            P(),
-            placement.spec(None, None, "vocab") if _keeps_logits(config) else None,
-        ),
-        flight=Flight(P(), P(), P(), P(), P()),
-        lane=Lane(P(), P(), P(), P(), P(), P(), P()),
-        rows_x=placement.spec("layer_stage"),
-        lane_x=placement.spec("layer_stage"),
+        slots=Slots(whole, whole, whole, whole if drafts else None, whole, logits),
+        flight=Flight(whole, whole, whole, whole, whole),
+        lane=Lane(whole, whole, whole, whole, whole, whole, whole),
+        rows_x=by_stage,
+        lane_x=by_stage,
         caches=((cache, cache),) * num_layer_slots,
-        mtp_cache=(mtp_cache, mtp_cache) if config.num_speculative_tokens else None,
+        mtp_cache=(mtp_cache, mtp_cache) if drafts else None,
     )
 
 
@@ -111,23 +106,26 @@ def state_shapes(model: ModelConfig, config: EngineConfig, num_layer_slots: int,
     k, d = config.num_speculative_tokens, model.hidden_size
     dtype = jnp.dtype(config.dtype)
 
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+    def array(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.int32) -> jax.Array:
+        return stand_in(jax.ShapeDtypeStruct(shape, dtype))
 
-    def flags(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.bool_)
-
+    group, lane = array((z, b)), array((z,))
     sink = sink_pages(b * (k + 1) + c, config.page_size)
     pages = (config.num_pages + sink, config.page_size, model.num_key_value_heads, model.head_dim)
-    cache = jax.ShapeDtypeStruct((z, *pages), dtype)
-    mtp_cache = jax.ShapeDtypeStruct(pages, dtype)
-    kept = jax.ShapeDtypeStruct((u, k, vocab), jnp.float32) if _keeps_logits(config) else None
+    cache, mtp_cache = array((z, *pages), dtype), array(pages, dtype)
     return EngineState(
-        slots=Slots(ints(u), ints(u), ints(u), ints(u, k) if k else None, flags(u), kept),
-        flight=Flight(ints(z, b), ints(z, b), ints(z, b), ints(z, b, k + 1), flags(z, b)),
-        lane=Lane(ints(z), ints(z), ints(z), ints(z), ints(z), ints(z, c), flags(z)),
-        rows_x=jax.ShapeDtypeStruct((z, b, k + 1, d), dtype),
-        lane_x=jax.ShapeDtypeStruct((z, c, d), dtype),
+        slots=Slots(
+            generation=array((u,)),
+            length=array((u,)),
+            last_token=array((u,)),
+            drafts=array((u, k)) if k else None,
+            finished=array((u,), jnp.bool_),
+            draft_logits=array((u, k, vocab), jnp.float32) if _keeps_logits(config) else None,
+        ),
+        flight=Flight(group, group, group, array((z, b, k + 1)), array((z, b), jnp.bool_)),
+        lane=Lane(lane, lane, lane, lane, lane, array((z, c)), array((z,), jnp.bool_)),
+        rows_x=array((z, b, k + 1, d), dtype),
+        lane_x=array((z, c, d), dtype),
         caches=((cache, cache),) * num_layer_slots,
         mtp_cache=(mtp_cache, mtp_cache) if k else None,
     )
@@ -136,7 +134,8 @@ def state_shapes(model: ModelConfig, config: EngineConfig, num_layer_slots: int,
 def init_state(shapes: EngineState, specs: EngineState, placement: Placement) -> EngineState:
     """An empty engine: all zeros, so nothing is live and every page is free. Placed as the step returns it."""
     shardings = jax.tree.map(lambda spec: NamedSharding(placement.mesh, spec), specs)
-    zeros = jax.jit(
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), out_shardings=shardings
-    )
-    return zeros()
+
+    def zeros() -> EngineState:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=shardings)()

@@ -29,8 +29,8 @@ class EngineStats:
     num_accepted_per_position: tuple[int, ...] = ()  # index j: rounds that accepted draft j; K entries
 
     # The ring.
-    ticks: int = 0
-    useful_ticks: int = 0  # ticks in which at least one row was live
+    ticks: int = 0  # counted once for each stage
+    useful_ticks: int = 0  # those in which the stage had work
     host_seconds_per_dispatch: float = 0.0  # mean: host work around one dispatch, waiting excluded
 
     # Tokens.

@@ -13,6 +13,7 @@ from mtp_jax.engine.head import Head
 from mtp_jax.engine.plan_arrays import Bucket, PlanArrays
 from mtp_jax.engine.ring import Ring, RunLayer
 from mtp_jax.engine.state import EngineState, state_specs
+from mtp_jax.engine.trees import stand_in
 from mtp_jax.engine.vocabulary import Vocabulary
 from mtp_jax.engine.weights import WeightLayout, Weights
 from mtp_jax.models.layers import Reduce, identity
@@ -48,7 +49,7 @@ class Program:
         layout, mesh = self.layout, self.layout.placement.mesh
         states = state_specs(layout.model, self.config, layout.placement, layout.plan.num_slots)
         in_specs = (layout.specs(), states, P())
-        out_specs = (states, StepOutput(P(), P()))
+        out_specs = (states, StepOutput(stand_in(P()), stand_in(P())))
 
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         def step(weights: Weights, state: EngineState, plan: PlanArrays) -> tuple[EngineState, StepOutput]:

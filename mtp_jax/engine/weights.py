@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import ModelConfig
+from mtp_jax.engine.trees import spec_of, stand_in
 from mtp_jax.models.registry import Leaf, Read, layer_leaves, mtp_leaves
 from sharding.placement import Placement
 from sharding.stage_plan import StagePlan
@@ -58,22 +59,25 @@ class WeightLayout:
 
     def specs(self) -> Weights:
         """PartitionSpecs in the shape of `Weights`."""
-        spec = self.placement.spec
+
+        def spec(*logical: str | None) -> jax.Array:
+            return stand_in(self.placement.spec(*logical))
+
         layer = tuple(spec("layer_stage", *leaf.axes) for leaf in self.trunk_leaves)
         rows = spec("vocab", None)
         return Weights(
             trunk=(layer,) * self.plan.num_slots,
             embedding=rows,
             lm_head=None if self.model.tie_word_embeddings else rows,
-            final_norm=P(),
+            final_norm=spec(None),
             mtp=tuple(spec(*leaf.axes) for leaf in self.mtp_leaves) if self.with_mtp else None,
         )
 
     def shapes(self) -> Weights:
         """ShapeDtypeStructs in the shape of `Weights`: what the memory plan adds up."""
 
-        def array(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, self.dtype)
+        def array(*shape: int) -> jax.Array:
+            return stand_in(jax.ShapeDtypeStruct(shape, self.dtype))
 
         layer = tuple(array(self.plan.num_stages, *leaf.shape) for leaf in self.trunk_leaves)
         rows = array(self.padded_vocab, self.model.hidden_size)
@@ -95,10 +99,10 @@ class WeightLayout:
         done = 0
 
         def place(
-            whole: np.ndarray | Callable[[int], np.ndarray], shape: tuple[int, ...], spec: P
+            whole: np.ndarray | Callable[[int], np.ndarray], shape: tuple[int, ...], spec: jax.Array
         ) -> jax.Array:
             nonlocal done
-            array = self._place(whole, shape, spec)
+            array = self._place(whole, shape, spec_of(spec))
             done += 1
             report(done, total)
             return array
@@ -147,7 +151,8 @@ class WeightLayout:
         """
         slices: dict[int, np.ndarray] = {}
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             if not callable(whole):
                 return np.ascontiguousarray(whole[index]).astype(self.dtype, copy=False)
             stage = index[0].start or 0

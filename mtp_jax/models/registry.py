@@ -35,12 +35,12 @@ def check_supported(config: ModelConfig) -> None:
         raise InvalidValueError("config.json: model_type", config.model_type, " or ".join(SUPPORTED))
 
 
-def make_layer(config: ModelConfig, dtype: jnp.dtype) -> nnx.GraphDef:
+def make_layer(config: ModelConfig, dtype: jnp.dtype) -> nnx.GraphDef[DecoderLayer]:
     """The trunk layer's structure, without arrays."""
     return _structure(lambda: DecoderLayer(config, dtype, _abstract))
 
 
-def make_mtp(config: ModelConfig, dtype: jnp.dtype) -> nnx.GraphDef:
+def make_mtp(config: ModelConfig, dtype: jnp.dtype) -> nnx.GraphDef[MimoMTP]:
     """The MTP module's structure, without arrays."""
     return _structure(lambda: MimoMTP(config, dtype, _abstract))
 
@@ -49,7 +49,7 @@ def _abstract(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     return jnp.zeros(shape, dtype)
 
 
-def _structure(build: Callable[[], nnx.Module]) -> nnx.GraphDef:
+def _structure[M: nnx.Module](build: Callable[[], M]) -> nnx.GraphDef[M]:
     graphdef, _ = nnx.split(nnx.eval_shape(build, graph=False), graph=False)
     return graphdef
 
@@ -106,7 +106,7 @@ def mtp_leaves(config: ModelConfig) -> tuple[Leaf, ...]:
     return own + tuple(dataclasses.replace(leaf, path=("layer", *leaf.path)) for leaf in inner)
 
 
-def merge(graphdef: nnx.GraphDef, leaves: Iterable[Leaf], arrays: Iterable[jax.Array]) -> nnx.Module:
+def merge[M: nnx.Module](graphdef: nnx.GraphDef[M], leaves: Iterable[Leaf], arrays: Iterable[jax.Array]) -> M:
     """A module from its structure and its leaves' arrays, inside the jitted program."""
     flat = {leaf.path: nnx.Param(array) for leaf, array in zip(leaves, arrays, strict=True)}
-    return nnx.merge(graphdef, nnx.State.from_flat_path(flat))
+    return nnx.merge(graphdef, nnx.State.from_flat_path(flat.items()))

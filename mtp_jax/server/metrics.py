@@ -76,8 +76,8 @@ COUNTERS = (
     ("spec_decode_num_drafts", "num_drafts", "Rounds that verified drafts."),
     ("spec_decode_num_draft_tokens", "num_draft_tokens", "Draft tokens verified."),
     ("spec_decode_num_accepted_tokens", "num_accepted_tokens", "Draft tokens accepted."),
-    ("ring_ticks", "ticks", "Ticks of the ring."),
-    ("ring_useful_ticks", "useful_ticks", "Ticks of the ring with at least one live row."),
+    ("ring_ticks", "ticks", "Ticks of the ring, counted for each stage."),
+    ("ring_useful_ticks", "useful_ticks", "Those in which the stage had work."),
 )
 
 
