@@ -32,7 +32,11 @@ def circumstances(device: str | None = None, packages: Sequence[str] = ("jax", "
 def cpu_name() -> str:
     """The processor as the kernel names it, or the architecture where it has no name."""
     info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    names = (
+        [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
     return names[0].partition(":")[2].strip() if names else platform.machine()
 
 

@@ -3,15 +3,15 @@
     python benchmarks/decode.py --model DIR --k 0,1,3 --batch 1,8,64 --prompt 32 --new 256 --json OUT.jsonl
     python benchmarks/decode.py --model default --k 0 --batch 1 --max-rounds 1,4,8
 
---model is a directory (see random_checkpoint.py), a GGUF file, or `default`. Prompts are random token ids, all
-different; requests ignore end-of-sequence tokens. For each K and --max-rounds one engine is built, and each
+--model is a directory (see random_checkpoint.py), a GGUF file, or `default`. Prompts are random token ids,
+all different; requests ignore end-of-sequence tokens. For each K and --max-rounds one engine is built. Each
 batch size runs until a run needs no compiler, which warms up, then --repeat times; the fastest is shown.
 
-Columns: `decode tok/s` is from the moment when all requests have their first token to the last step before the
-first of them finishes; ms a round and rounds a dispatch are of the same time. `whole tok/s` is from the first
-request's arrival to the last one's end. `accepted` is tokens a round and request, bonus token included; `host ms` the
-host's work around one dispatch, waiting for the device excluded; `compile s` what this batch size added (the
-first one includes what the engine compiles at its start).
+Columns: `decode tok/s` is from the moment when all requests have their first token to the last step before
+the first of them finishes; `ms/round` and `rounds/dispatch` are of the same time. `whole tok/s` is from the
+first request's arrival to the last one's end. `accepted` is tokens a round and request, bonus token included;
+`host ms` the host's work around one dispatch, waiting for the device excluded; `compile s` what this batch
+size added (the first one includes what the engine compiles at its start).
 """
 
 import argparse
@@ -35,6 +35,7 @@ from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.request import EngineRequest, SamplingParams
 
+EVERY_RUN = ("decode_tokens_per_s", "whole_s")  # recorded for every run, not only the fastest
 MAX_WARMUPS = 4  # runs without a single new executable must come before that
 COLUMNS = (
     ("K", "k", "d"),
@@ -120,35 +121,33 @@ class Driver:
 
     def run(self, batch: int, work: Workload) -> Run:
         """Decodes `batch` requests at once, each with a prompt that the engine has not seen."""
-        engine, pending, moments = self._engine, batch, []
-        before, finished = engine.stats(), False
-        start = last = self._moment(before, 0)
-        for request in self._requests(batch, work):
+        engine, begun, moments = self._engine, set(), []
+        requests, before, finished = self._requests(batch, work), engine.stats(), False
+        start, after = self._moment(before, 0), before
+        last = start
+        for request in requests:
             engine.add_request(request)
         while engine.has_work():
-            dispatched = engine.stats().ticks
-            outputs = engine.step()
-            stats = engine.stats()
-            self._dispatches += stats.ticks > dispatched
-            # The first output of a request brings its first token, and says no more than that it has begun.
-            new = sum(len(output.token_ids) for output in outputs)
-            last = self._moment(stats, last.tokens + new)
-            pending -= sum(self._is_first(output.request_id) for output in outputs if output.token_ids)
+            outputs, known = engine.step(), after.ticks
+            after = engine.stats()
+            self._dispatches += after.ticks > known  # a dispatch was read; none has less than one tick
+            last = self._moment(after, last.tokens + sum(len(output.token_ids) for output in outputs))
+            begun.update(output.request_id for output in outputs)
             finished = finished or any(output.finish_reason is not None for output in outputs)
-            if pending == 0 and not (finished and moments):
+            if len(begun) == batch and not (finished and moments):
                 moments.append(last)
-        assert last.tokens == batch * work.new, "requests that ignore end-of-sequence run to their length"
-        after = engine.stats()
-        assert after.num_preemptions == before.num_preemptions, "the batch does not fit into the cache"
+        assert last.tokens == batch * work.new, "a request that ignores end-of-sequence runs to its length"
+        if after.num_preemptions > before.num_preemptions:
+            raise InvalidValueError("--batch", batch, "as many requests as the KV cache holds to their end")
         drafts = after.num_drafts - before.num_drafts
         accepted = after.num_accepted_tokens - before.num_accepted_tokens
-        host = self._host_seconds(after, self._dispatches) - self._host_seconds(before, start.dispatches)
+        host = after.host_seconds_per_dispatch * last.dispatches
+        host -= before.host_seconds_per_dispatch * start.dispatches
         length = 1 + accepted / drafts if drafts else 1.0
         return Run(batch, start, moments[0], moments[-1], last, length, host)
 
     def _requests(self, batch: int, work: Workload) -> list[EngineRequest]:
         self._runs += 1
-        self._begun: set[str] = set()
         rng = random.Random(f"{work.seed} {self._runs} {batch}")
         vocab = self._engine.model_config.vocab_size
         params = SamplingParams(temperature=0.0, max_tokens=work.new, ignore_eos=True)
@@ -157,19 +156,10 @@ class Driver:
             for index in range(batch)
         ]
 
-    def _is_first(self, request_id: str) -> bool:
-        new = request_id not in self._begun
-        self._begun.add(request_id)
-        return new
-
     def _moment(self, stats: EngineStats, tokens: int) -> Moment:
         # Ticks are counted a stage, and a round of the ring is as many ticks as there are stages.
         rounds = stats.ticks // self._engine.config.stages**2
         return Moment(time.perf_counter(), tokens, rounds, self._dispatches)
-
-    @staticmethod
-    def _host_seconds(stats: EngineStats, dispatches: int) -> float:
-        return stats.host_seconds_per_dispatch * dispatches
 
 
 def _compile_exactly(engine: Engine) -> None:
@@ -239,17 +229,28 @@ def benchmark(args: argparse.Namespace, k: int, max_rounds: int | None) -> list[
         row = {"model": blueprint.model_name, "k": k, "max_rounds": engine.config.max_rounds, "batch": batch}
         row |= {"stages": args.stages, "dtype": engine.config.dtype, "prompt": args.prompt, "new": args.new}
         row |= runs[0].figures() | {"compile_s": driver.compile_seconds - compiled}
-        row["whole_s_of_all_runs"] = [run.end.time - run.start.time for run in runs]
+        figures = [run.figures() for run in runs]
+        row |= {f"{name}_of_all_runs": [each[name] for each in figures] for name in EVERY_RUN}
+        row["circumstances"] = [*described_machine(), load_average()]
         compiled = driver.compile_seconds
         rows.append(row)
         rate = row["decode_tokens_per_s"]
         shown = "" if rate is None else f"{rate:.1f} tokens/s decoding, "
-        print(f"# K={k} batch {batch}: {shown}{row['whole_tokens_per_s']:.1f} whole, {load_average()}", flush=True)
+        print(
+            f"# K={k} batch {batch}: {shown}{row['whole_tokens_per_s']:.1f} whole, {load_average()}",
+            flush=True,
+        )
         if args.json:
             with args.json.open("a") as file:
                 file.write(json.dumps(row) + "\n")
     engine.close()
     return rows
+
+
+def described_machine() -> list[str]:
+    """Command, date, machine, versions and devices."""
+    kind = jax.devices()[0].device_kind
+    return circumstances(f"{jax.device_count()} x {kind} ({jax.default_backend()})")
 
 
 def _integers(text: str) -> list[int]:
@@ -262,7 +263,9 @@ def _setting(text: str) -> tuple[str, int | str]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="default", help="directory, GGUF file or `default`")
     parser.add_argument("--k", type=_integers, default=[0, 1, 3], help="drafts a round; 0 is plain decoding")
     parser.add_argument("--batch", type=_integers, default=[1, 8, 64], help="requests at a time")
@@ -270,7 +273,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=256, help="tokens")
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--max-rounds", type=_integers, default=[None], help="default: the engine's choice")
-    parser.add_argument("--max-model-len", type=int, default=1024, help="context that the engine is built for")
+    parser.add_argument(
+        "--max-model-len", type=int, default=1024, help="context that the engine is built for"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--set", type=_setting, action="append", default=[], metavar="FIELD=VALUE",
                         help="any other field of EngineConfig, such as page_size=32")  # fmt: skip
@@ -284,8 +289,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     prepare_jax(args.stages, args.compile_cache)
-    device = jax.devices()[0].device_kind
-    print(*circumstances(f"{jax.device_count()} x {device} ({jax.default_backend()})"), "", sep="\n", flush=True)
+    print(*described_machine(), "", sep="\n", flush=True)
     rows, refused = [], []
     for max_rounds in args.max_rounds:
         for k in args.k:

@@ -1,10 +1,10 @@
-"""Checkpoints of random weights in real models' shapes, in Hugging Face's layout, for timing without downloads.
+"""Checkpoints of random weights in real models' shapes, in Hugging Face's layout: timing without downloads.
 
     python benchmarks/random_checkpoint.py mimo_agree OUT      # writes OUT/mimo_agree
 
 llama135m   SmolLM2-135M's shape (Llama, tied embeddings), 0.25 GiB
 mimo        a 1.4 B model of MiMo's kind with one MTP module, 2.7 GiB; drafts are nearly never right
-mimo_agree  the same shape, hence the same work, but drafts are nearly always right (about 0.98): see `silenced`
+mimo_agree  the same shape, hence the same work, but drafts are nearly always right (0.98): see `silenced`
 tiny        the same in small, for tests; drafts as in mimo_agree
 
 Weights are bf16. The tokenizer knows single bytes; token ids above 255 have no text.
@@ -128,7 +128,7 @@ def _draw(out: np.ndarray, name: str, std: float, agree: bool, seed: Sequence[in
 
 
 def write_weights(path: Path, model: ModelConfig, std: float, agree: bool, seed: int) -> int:
-    """Writes a safetensors file, tensors drawn in parallel straight into the mapped file; the bytes of weights."""
+    """Writes a safetensors file, tensors drawn in parallel into the mapped file; the bytes of weights."""
     shapes = expected_shapes(model)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -203,7 +203,9 @@ def write_checkpoint(name: str, directory: Path, seed: int = 0) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=tuple(CHECKPOINTS))
     parser.add_argument("out", type=Path, help="folder to write the directory NAME into")
     parser.add_argument("--seed", type=int, default=0)

@@ -7,11 +7,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.config import EngineConfig, ModelConfig, power_of_two_buckets
+from mtp_jax.config import EngineConfig, ModelConfig
+from mtp_jax.engine.buckets import Bucket, BucketTable
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
 from mtp_jax.engine.memory import MemoryPlan, plan_memory
-from mtp_jax.engine.plan_arrays import Bucket, PlanWriter
+from mtp_jax.engine.plan_arrays import PlanArrays, PlanWriter
 from mtp_jax.engine.state import EngineState, init_state, state_shapes, state_specs
 from mtp_jax.engine.step import Program, dividing_sizes
 from mtp_jax.engine.weights import WeightLayout, Weights
@@ -33,14 +34,14 @@ CPU_CONTEXT, ACCELERATOR_CONTEXT = 2048, 8192  # tokens of max_model_len unless 
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """What a user asks for. `overrides` are fields of EngineConfig; those left out are chosen for the machine."""
+    """What a user asks for. `overrides` are fields of EngineConfig; the machine decides the others."""
 
     model: str | None = None  # directory or GGUF file; None is the default model
     served_model_name: str | None = None
     mtp_head: str | None = None  # MTP weights that are not in the checkpoint
     dtype: str = "auto"
     kv_cache_gib: float | None = None  # instead of num_pages
-    background_compile: bool = True
+    background_compile: bool = True  # False: compile a missing bucket at once, and wait for it
     overrides: Mapping[str, EngineFieldValue] = dataclasses.field(default_factory=dict)
 
 
@@ -52,7 +53,7 @@ class Blueprint:
     source: WeightSource
     read_mtp: Read | None
     program: Program
-    buckets: "BucketTable"
+    buckets: BucketTable
     memory: MemoryPlan
 
     @property
@@ -86,41 +87,6 @@ class Blueprint:
             f"memory       {self.memory.describe()}",
         ]
         return "\n".join(lines)
-
-
-@dataclasses.dataclass(frozen=True)
-class BucketTable:
-    """Sizes that executables are compiled for."""
-
-    rows: tuple[int, ...]
-    widths: tuple[int, ...]  # pages
-    chunks: tuple[int, ...]  # tokens
-    rounds: tuple[int, ...]
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> "BucketTable":
-        least = -(-config.min_table_tokens // config.page_size)
-        return cls(
-            rows=power_of_two_buckets(config.min_rows, config.rows_per_group, factor=4),
-            widths=power_of_two_buckets(min(least, config.pages_per_slot), config.pages_per_slot, factor=4),
-            chunks=power_of_two_buckets(min(16, config.prefill_chunk), config.prefill_chunk, factor=4),
-            rounds=power_of_two_buckets(1, config.max_rounds),
-        )
-
-    def first(self) -> list[Bucket]:
-        """What must be compiled before serving: the smallest for a quick start, and what any plan fits into."""
-        rows, width, chunk = self.rows, self.widths, self.chunks
-        small = [Bucket(1, rows[0], width[0], 0), Bucket(1, rows[0], width[0], chunk[-1])]
-        large = [Bucket(1, rows[-1], width[-1], 0), Bucket(1, rows[-1], width[-1], chunk[-1])]
-        rounds = [Bucket(r, rows[-1], width[-1], 0) for r in self.rounds[1:]]
-        return list(dict.fromkeys([*small, *large, *rounds]))
-
-    def rest(self) -> list[Bucket]:
-        """Everything else, cheapest first."""
-        plain = [Bucket(r, b, w, 0) for r in self.rounds for b in self.rows for w in self.widths]
-        mixed = [Bucket(1, b, w, c) for b in self.rows for w in self.widths for c in self.chunks]
-        first = set(self.first())
-        return sorted((x for x in plain + mixed if x not in first), key=lambda x: (x.width, x.rows, x.chunk))
 
 
 def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -> Blueprint:
@@ -166,15 +132,14 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
     report("placing", 1, 1)
 
     writer = PlanWriter(config, layout.placement)
-    executables = Executables(program, _shapes_of(weights, state, config, writer))
+    background = blueprint.options.background_compile
+    executables = Executables(program, _shapes_of(weights, state, config, writer), background=background)
     table = blueprint.buckets
     first = table.first()
     for index, bucket in enumerate(first):
         report("compiling", index, len(first))
         executables.compile(bucket)
     report("compiling", len(first), len(first))
-    if blueprint.options.background_compile:
-        executables.compile_in_background(table.rest())
     scheduler = Scheduler(
         config,
         eos_token_ids=layout.model.eos_token_ids,
@@ -184,13 +149,22 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
     )
     tokenizer = blueprint.source.tokenizer()
     return Engine(
-        blueprint.model_name, layout.model, config, tokenizer, scheduler, executables, writer, weights, state
+        model_name=blueprint.model_name,
+        model_config=layout.model,
+        config=config,
+        tokenizer=tokenizer,
+        scheduler=scheduler,
+        executables=executables,
+        buckets=table,
+        writer=writer,
+        weights=weights,
+        state=state,
     )
 
 
 def _shapes_of(
     weights: Weights, state: EngineState, config: EngineConfig, writer: PlanWriter
-) -> Callable[[Bucket], tuple[Weights, EngineState, object]]:
+) -> Callable[[Bucket], tuple[Weights, EngineState, PlanArrays]]:
     """Shapes and placements to compile for: exactly those of the arrays that the step will get."""
 
     def abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
@@ -198,7 +172,7 @@ def _shapes_of(
 
     weight_shapes, abstract_state = jax.tree.map(abstract, weights), jax.tree.map(abstract, state)
 
-    def shapes(bucket: Bucket) -> tuple[Weights, EngineState, object]:
+    def shapes(bucket: Bucket) -> tuple[Weights, EngineState, PlanArrays]:
         idle = idle_plan(bucket, config)
         plan = PlanWriter(config, writer.placement).write(idle, bucket)
         return weight_shapes, abstract_state, jax.tree.map(abstract, plan)
@@ -251,7 +225,7 @@ def _resolve(options: EngineOptions, model: ModelConfig, *, has_mtp: bool) -> En
 
 
 def _checked(make: Callable, *args: object):
-    """Sharding knows nothing of this package's errors; its ValueErrors are the caller's mistakes all the same."""
+    """Sharding knows nothing of this package's errors; its ValueErrors are the caller's mistakes too."""
     try:
         return make(*args)
     except ValueError as error:

@@ -107,7 +107,7 @@ class Drafter:
         return output[pick], cache
 
     def _shifted_chunk(self, chunk: Chunk, sampled: jax.Array) -> tuple[Segment, jax.Array]:
-        """The chunk's segment, and its ids shifted by one: the last takes the next token, or the sampled one."""
+        """The chunk's segment, and its ids shifted by one: the last is the next token, or the sampled one."""
         size = chunk.tokens.shape[0]
         columns = jnp.arange(size, dtype=jnp.int32)
         following = jnp.where(chunk.next_token >= 0, chunk.next_token, sampled)

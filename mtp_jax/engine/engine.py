@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 from mtp_jax.config import EngineConfig, ModelConfig
+from mtp_jax.engine.buckets import Bucket, BucketTable, bucket_of
 from mtp_jax.engine.executables import Executables
 from mtp_jax.engine.outputs import Completion
-from mtp_jax.engine.plan_arrays import PlanWriter, bucket_of, read_results
+from mtp_jax.engine.plan_arrays import PlanWriter, read_results
 from mtp_jax.engine.state import EngineState
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.engine.step import StepOutput
@@ -40,6 +41,7 @@ class Engine:
         tokenizer: Tokenizer,
         scheduler: Scheduler,
         executables: Executables,
+        buckets: BucketTable,
         writer: PlanWriter,
         weights: Weights,
         state: EngineState,
@@ -50,7 +52,7 @@ class Engine:
             config,
             tokenizer,
         )
-        self.executables = executables
+        self.executables, self._buckets = executables, buckets
         self._scheduler, self._writer = scheduler, writer
         self._weights, self._state = weights, state
         self._launched: Launched | None = None
@@ -60,7 +62,7 @@ class Engine:
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises InvalidRequestError for one that can never be served."""
         self._scheduler.add(request)
-        self._completions[request.request_id] = Completion(request, self.tokenizer)
+        self._completions[request.request_id] = Completion(request, self.tokenizer, time.monotonic())
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once, without an output; False where it is not known (any more)."""
@@ -75,15 +77,26 @@ class Engine:
         """Launches the next dispatch, then reads the one before: the host works while the device does."""
         began = time.perf_counter()
         plan = self._scheduler.schedule()
+        for request_id in self._scheduler.take_admitted():
+            self._completions[request_id].admitted(time.monotonic())
         launched = self._launch(plan) if plan is not None else None
         self._counts.host_seconds += time.perf_counter() - began
         previous, self._launched = self._launched, launched
         return self._collect(previous) if previous is not None else []
 
     def _launch(self, plan: DispatchPlan) -> Launched:
-        bucket, step = self.executables.find(bucket_of(plan))
+        exact = bucket_of(plan)
+        bucket, step = self.executables.find(exact)
+        self._look_ahead(plan, exact)
         self._state, output = step(self._weights, self._state, self._writer.write(plan, bucket))
         return Launched(plan, output, plan.rounds * self.config.stages)
+
+    def _look_ahead(self, plan: DispatchPlan, bucket: Bucket) -> None:
+        """Has the next wider bucket compiled once a context fills half of this one."""
+        longest = max((len(slot.pages) for slot in plan.slots if slot.generation), default=0)
+        wider = self._buckets.wider(bucket)
+        if wider is not None and 2 * longest > bucket.width:
+            self.executables.want(wider)
 
     def _collect(self, launched: Launched) -> list[RequestOutput]:
         output = jax.device_get(launched.output)  # waits for the device

@@ -1,17 +1,21 @@
-"""Compiled steps by bucket: a few before the engine is ready, the others in the background.
+"""Compiled steps by bucket: a few before the engine is ready, the others when they are first wanted.
 
 A larger bucket can always do a smaller one's work. So once the largest is compiled nothing ever waits
-for a compiler: a plan whose own bucket is not there yet runs on the next larger one that is.
+for a compiler: a plan whose own bucket is not there yet runs on the cheapest larger one, while the
+exact one is compiled in the background. Nothing is compiled that nobody asked for: on a small machine
+the compiler would take the cores that the first requests need.
 """
 
 import logging
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 
-from mtp_jax.engine.plan_arrays import Bucket
+from mtp_jax.engine.buckets import Bucket
+from mtp_jax.engine.plan_arrays import PlanArrays
 from mtp_jax.engine.state import EngineState
 from mtp_jax.engine.step import Program, StepOutput
 from mtp_jax.engine.weights import Weights
@@ -22,7 +26,7 @@ Compiled = Callable[..., tuple[EngineState, StepOutput]]
 
 
 def fits(small: Bucket, large: Bucket) -> bool:
-    """True where an executable of `large` can run a plan of `small`: same rounds and lane, no smaller size."""
+    """Whether an executable of `large` can run a plan of `small`: same rounds and lane, no smaller size."""
     same = small.rounds == large.rounds and (small.chunk > 0) == (large.chunk > 0)
     return same and small.rows <= large.rows and small.width <= large.width and small.chunk <= large.chunk
 
@@ -33,21 +37,35 @@ def cost(bucket: Bucket) -> tuple[int, int, int]:
 
 
 class Executables:
-    """Compiles each bucket once, and finds the cheapest compiled one for a plan. Safe from several threads."""
+    """Compiles each bucket once, and finds the cheapest compiled one for a plan. Safe from several threads.
 
-    def __init__(self, program: Program, shapes: Callable[[Bucket], tuple[Weights, EngineState, object]]):
-        self._program = program
-        self._shapes = shapes
+    Args:
+      program: what is compiled.
+      shapes: for a bucket, the abstract (weights, state, plan) to compile for.
+      background: compile missing buckets in a thread and use larger ones meanwhile; else compile at once.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        shapes: Callable[[Bucket], tuple[Weights, EngineState, PlanArrays]],
+        *,
+        background: bool,
+    ):
+        self._program, self._shapes = program, shapes
         self._ready: dict[Bucket, Compiled] = {}
-        self._lock = threading.Lock()
-        self._wanted: list[Bucket] = []
-        self._background: threading.Thread | None = None
-        self._closed = False
+        self._compiling = threading.Lock()
+        self._wanted: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self._asked: set[Bucket] = set()
+        self._thread: threading.Thread | None = None
         self.compile_seconds: dict[Bucket, float] = {}
+        if background:
+            self._thread = threading.Thread(target=self._work, name="mtp-jax-compile", daemon=True)
+            self._thread.start()
 
     def compile(self, bucket: Bucket) -> Compiled:
         """The executable of exactly this bucket, compiled now if it is not there."""
-        with self._lock:
+        with self._compiling:
             if bucket not in self._ready:
                 began = time.perf_counter()
                 weights, state, plan = self._shapes(bucket)
@@ -62,27 +80,29 @@ class Executables:
         if ready is not None:
             return bucket, ready
         larger = [other for other in tuple(self._ready) if fits(bucket, other)]
-        if not larger:
+        if not larger or self._thread is None:
             return bucket, self.compile(bucket)
+        self.want(bucket)
         best = min(larger, key=cost)
         return best, self._ready[best]
 
-    def compile_in_background(self, buckets: Iterable[Bucket]) -> None:
-        """Starts a thread that compiles these, in order, while the engine serves."""
-        self._wanted = list(buckets)
-        self._background = threading.Thread(target=self._run, name="mtp-jax-compile", daemon=True)
-        self._background.start()
+    def want(self, bucket: Bucket) -> None:
+        """Has a bucket compiled in the background, unless it is there or asked for."""
+        if self._thread is not None and bucket not in self._ready and bucket not in self._asked:
+            self._asked.add(bucket)
+            self._wanted.put(bucket)
 
     def close(self) -> None:
         """Ends the background work after the compile that is under way: a compiler must not be torn down."""
-        self._closed = True
-        if self._background is not None:
-            self._background.join()
+        if self._thread is not None:
+            while not self._wanted.empty():
+                self._wanted.get()
+            self._wanted.put(None)
+            self._thread.join()
+            self._thread = None
 
-    def _run(self) -> None:
-        for bucket in self._wanted:
-            if self._closed:
-                return
+    def _work(self) -> None:
+        while (bucket := self._wanted.get()) is not None:
             try:
                 self.compile(bucket)
             except jax.errors.JaxRuntimeError:

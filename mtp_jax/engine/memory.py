@@ -16,7 +16,7 @@ CACHE_SHARE = 0.85  # of what an accelerator has left beside the weights; the re
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes a device: weights and caches are exact, `available` is what the device reports (None: unknown)."""
+    """Bytes a device. Weights and caches are exact; `available` is the device's word (None: unknown)."""
 
     weights: int
     page: int  # one page of every layer's cache and of the MTP cache

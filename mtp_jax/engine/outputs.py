@@ -11,15 +11,21 @@ from mtp_jax.text.tokenizer import Tokenizer
 
 
 class Completion:
-    """The text of one request as it grows."""
+    """The text of one request as it grows. Times are `time.monotonic()` seconds."""
 
-    def __init__(self, request: EngineRequest, tokenizer: Tokenizer):
+    def __init__(self, request: EngineRequest, tokenizer: Tokenizer, arrived: float):
         params = request.params
+        self._arrived = arrived
+        self._queued_seconds: float | None = None  # until it is told
         self._request = request
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopChecker(params.stop) if params.stop else None
         self._accepted: collections.Counter[int] = collections.Counter()
         self._num_drafts = 0
+
+    def admitted(self, now: float) -> None:
+        """The request got its slot (for the first time: preemption does not count again)."""
+        self._queued_seconds = now - self._arrived
 
     def push(self, update: TokenUpdate, num_cached_tokens: int) -> RequestOutput:
         """Takes new tokens. A `finish_reason` in the result says that the request is over.
@@ -72,7 +78,9 @@ class Completion:
         stop_reason: int | str | None,
         num_cached_tokens: int,
     ) -> RequestOutput:
+        queued, self._queued_seconds = self._queued_seconds, None
         return RequestOutput(
+            queued_seconds=queued,
             request_id=self._request.request_id,
             text="".join(pieces),
             token_ids=tuple(token_ids),

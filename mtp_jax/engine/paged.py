@@ -42,7 +42,7 @@ class PagedAttention:
         return jnp.concatenate([segment.positions.reshape(-1) for segment in self.segments])
 
     def write_index(self, total_pages: int) -> tuple[jax.Array, jax.Array]:
-        """(page, offset) [M] of every token row. Rows not to be written go to the sink, each to its own place."""
+        """(page, offset) [M] of every token row. Rows not to be written go to the sink, each to a place."""
         pages, offsets = [], []
         for segment in self.segments:
             width = segment.table.shape[1]
@@ -65,7 +65,7 @@ class PagedAttention:
             _write_rows(old, new.astype(old.dtype), page, offset)
             for old, new in zip(cache, (k, v), strict=True)
         )
-        # Without the barrier XLA fuses a copy of the write into the reads, and must then keep the old cache too.
+        # Without the barrier XLA fuses the write into the reads once more, and must then keep the old cache.
         keys, values = jax.lax.optimization_barrier((keys, values))
         mixed, first = [], 0
         for segment in self.segments:

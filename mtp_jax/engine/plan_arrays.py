@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig
+from mtp_jax.engine.buckets import Bucket
 from mtp_jax.scheduler.plan import DispatchPlan, RowResult
 from sharding.placement import Placement
 
@@ -47,21 +48,6 @@ class PlanArrays:
     top_p: jax.Array  # U float32
     seed: jax.Array  # U 2 uint32
     chunks: ChunkArrays | None  # None: no prefill lane in this dispatch
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Bucket:
-    """The static sizes of one executable."""
-
-    rounds: int  # R
-    rows: int  # B: rows a group
-    width: int  # W: pages of the table
-    chunk: int  # C: tokens of the prefill lane; 0 without one
-
-
-def bucket_of(plan: DispatchPlan) -> Bucket:
-    """The bucket that a plan asks for."""
-    return Bucket(plan.rounds, plan.num_rows, plan.width, plan.chunk_size if plan.has_lane else 0)
 
 
 class PlanWriter:
@@ -148,7 +134,7 @@ class PlanWriter:
 
 
 def read_results(packed: np.ndarray) -> list[RowResult]:
-    """Results of a dispatch, [ticks, rows, RESULT_FIELDS + T] int32, as rows in tick order; empty ones left out."""
+    """Results of a dispatch, [ticks, rows, RESULT_FIELDS + T], as rows in tick order; empty ones left out."""
     results = []
     for row in packed[packed[:, :, 2] > 0]:
         slot, generation, count, num_drafts, accepted = (int(x) for x in row[:RESULT_FIELDS])

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from mtp_jax.engine.buckets import Bucket
 from mtp_jax.engine.head import Head
 from mtp_jax.engine.leaving import Chunk, VerifyRows
 from mtp_jax.engine.paged import PagedAttention, Segment
-from mtp_jax.engine.plan_arrays import Bucket, ChunkArrays, PlanArrays
+from mtp_jax.engine.plan_arrays import ChunkArrays, PlanArrays
 from mtp_jax.engine.state import EngineState, Flight, Lane
 from mtp_jax.models.layers import KVCache, rope_tables
 from sharding.mesh import STAGE
@@ -139,7 +140,7 @@ class Ring:
     def _run_stage(
         self, state: EngineState, here: jax.Array
     ) -> tuple[jax.Array, jax.Array | None, tuple[KVCache, ...]]:
-        """This stage's layers over its group and its chunk. Returns (rows [B, T, D], chunk [C, D], caches)."""
+        """This stage's layers over its group and chunk. Returns (rows [B, T, D], chunk [C, D], caches)."""
         group = self._group(state.flight, here)
         b, t = group.tokens.shape
         d = state.rows_x.shape[-1]

@@ -17,7 +17,7 @@ _STREAM_SHIFT = 29  # vocabulary ids stay below 2 ** 29
 
 @dataclasses.dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of token rows, each array [..., rows]; `position` is that of the token to sample."""
+    """Sampling parameters of rows, each array [..., rows]; `position` is that of the token to sample."""
 
     temperature: jax.Array  # float32; 0 is greedy
     top_k: jax.Array  # int32; 0 is off

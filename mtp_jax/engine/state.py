@@ -101,7 +101,7 @@ def state_specs(
 
 
 def state_shapes(model: ModelConfig, config: EngineConfig, num_layer_slots: int, vocab: int) -> EngineState:
-    """The state as ShapeDtypeStructs: what the memory plan adds up. `vocab` is padded to the head's devices."""
+    """The state as ShapeDtypeStructs, for the memory plan. `vocab` is padded to the head's devices."""
     u, z, b, c = config.max_num_seqs, config.stages, config.rows_per_group, config.prefill_chunk
     k, d = config.num_speculative_tokens, model.hidden_size
     dtype = jnp.dtype(config.dtype)
@@ -132,7 +132,7 @@ def state_shapes(model: ModelConfig, config: EngineConfig, num_layer_slots: int,
 
 
 def init_state(shapes: EngineState, specs: EngineState, placement: Placement) -> EngineState:
-    """An empty engine: all zeros, so nothing is live and every page is free. Placed as the step returns it."""
+    """An empty engine: zeros, so nothing is live and every page is free. Placed as steps return it."""
     shardings = jax.tree.map(lambda spec: NamedSharding(placement.mesh, spec), specs)
 
     def zeros() -> EngineState:

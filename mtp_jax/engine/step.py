@@ -8,9 +8,10 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig, ModelConfig
+from mtp_jax.engine.buckets import Bucket
 from mtp_jax.engine.draft import MTP
 from mtp_jax.engine.head import Head
-from mtp_jax.engine.plan_arrays import Bucket, PlanArrays
+from mtp_jax.engine.plan_arrays import PlanArrays
 from mtp_jax.engine.ring import Ring, RunLayer
 from mtp_jax.engine.state import EngineState, state_specs
 from mtp_jax.engine.trees import stand_in

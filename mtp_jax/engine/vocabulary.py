@@ -60,7 +60,7 @@ class Vocabulary:
         return -(-rows // self.devices) * self.devices
 
     def to_whole_rows(self, x: jax.Array) -> jax.Array:
-        """x [B, ..., V / devices] -> this device's slots' whole rows [B' / devices, ..., V], by all-to-all."""
+        """x [B, ..., V / devices] -> whole rows of this device's slots [B' / devices, ..., V]: all-to-all."""
         x = jnp.pad(x, ((0, self.padded(x.shape[0]) - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
         return jax.lax.all_to_all(x, HEAD_AXES, split_axis=0, concat_axis=x.ndim - 1, tiled=True)
 

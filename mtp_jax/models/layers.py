@@ -36,7 +36,7 @@ KVCache = tuple[jax.Array, jax.Array]  # keys and values, each [P, page_size, G,
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [M, in] times weight [out..., in] -> [M, out...], fp32 products in full precision on every platform."""
+    """x [M, in] times weight [out..., in] -> [M, out...]; fp32 in full precision on every platform."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     # One flat matrix: around an output of several axes XLA would transpose the whole weight first.
     flat = weight.reshape(-1, weight.shape[-1])
@@ -82,7 +82,7 @@ def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
 class DecoderLayer(nnx.Module):
     """Pre-norm decoder layer: grouped-query attention and SwiGLU (Llama, Qwen2, MiMo).
 
-    q, k and v are one product, grouped by KV head so that a shard of G heads is contiguous; gate and up are one.
+    q, k and v are one product, grouped by KV head so that a shard of G is contiguous; so are gate and up.
     """
 
     def __init__(

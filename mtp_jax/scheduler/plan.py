@@ -18,7 +18,9 @@ class Chunk:
     generation: int
     start: int  # position of the first token
     token_ids: tuple[int, ...]
-    next_token: int  # the prompt token after the chunk; -1 where the chunk ends the prompt and the model samples it
+    next_token: (
+        int  # the prompt token after the chunk; -1 where the chunk ends the prompt and the model samples it
+    )
 
     @property
     def is_final(self) -> bool:

@@ -68,6 +68,7 @@ class Scheduler:
         self._in_flight: tuple[ChunkExit, ...] = ()  # entered in the last plan, exit in the next
         self._next_index = 0
         self._last_generation = 0
+        self._admitted: list[str] = []
         self._arrivals = 0
         self._cached_of_finished: dict[str, int] = {}
 
@@ -128,6 +129,11 @@ class Scheduler:
         else:
             self._vacate(sequence)
         return True
+
+    def take_admitted(self) -> list[str]:
+        """Requests that got their first slot since the last call."""
+        taken, self._admitted = self._admitted, []
+        return taken
 
     def schedule(self) -> DispatchPlan | None:
         """The next dispatch, or None where none is useful before more results are read back."""
@@ -296,6 +302,7 @@ class Scheduler:
         )
         if not sequence.was_admitted:
             sequence.was_admitted = True
+            self._admitted.append(sequence.request.request_id)
             sequence.num_cached_tokens = sequence.num_entered
             if self.config.enable_prefix_caching:
                 self.prefix_queries += len(tokens)

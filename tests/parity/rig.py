@@ -18,7 +18,8 @@ from mtp_jax.config import ModelConfig
 from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_blueprint, idle_plan
 from mtp_jax.engine.draft import Drafter
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.plan_arrays import Bucket, PlanWriter
+from mtp_jax.engine.buckets import Bucket
+from mtp_jax.engine.plan_arrays import PlanWriter
 from mtp_jax.engine.state import state_shapes, state_specs
 from mtp_jax.loading import WeightSource, resolve_model
 from mtp_jax.loading.source import expected_shapes
@@ -108,7 +109,9 @@ def smollm2(head_seed: int = 0, head_scale: float = 1.0) -> WithRandomHead:
 
 
 def blueprint(source: WeightSource, **overrides: Value) -> Blueprint:
-    """A small engine: one bucket of rows, of table widths and (for chunks of 16) of chunks."""
+    """A small engine with one bucket of rows, of table widths and of chunks: two executables, and one more
+    for each larger number of rounds. All are compiled by `construct`, while whatever a test patches is in force.
+    """
     values: dict[str, Value] = {
         "max_model_len": 96,
         "page_size": 4,
@@ -120,7 +123,10 @@ def blueprint(source: WeightSource, **overrides: Value) -> Blueprint:
     values |= overrides
     rows = -(-int(values["max_num_seqs"]) // int(values.get("stages", 1)))
     values.setdefault("min_rows", rows)
-    return draw_blueprint(EngineOptions(background_compile=False, overrides=values), source)
+    drawn = draw_blueprint(EngineOptions(background_compile=False, overrides=values), source)
+    return dataclasses.replace(
+        drawn, buckets=dataclasses.replace(drawn.buckets, chunks=drawn.buckets.chunks[-1:])
+    )
 
 
 def make_engine(source: WeightSource, **overrides: Value) -> Engine:
@@ -156,15 +162,16 @@ def renew(engine: Engine, source: WeightSource | None = None, **host: Value) -> 
         layout = engine.executables._program.layout
         weights = layout.load(source.read, source.read, lambda done, total: None)
     return Engine(
-        engine.model_name,
-        engine.model_config,
-        config,
-        engine.tokenizer,
-        scheduler,
-        engine.executables,
-        PlanWriter(config, engine._writer.placement),
-        weights,
-        state,
+        model_name=engine.model_name,
+        model_config=engine.model_config,
+        config=config,
+        tokenizer=engine.tokenizer,
+        scheduler=scheduler,
+        executables=engine.executables,
+        buckets=engine._buckets,
+        writer=PlanWriter(config, engine._writer.placement),
+        weights=weights,
+        state=state,
     )
 
 

@@ -12,7 +12,8 @@ import pytest
 from mtp_jax.engine.draft import Drafter
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.head import Head
-from mtp_jax.loading import resolve_model
+from mtp_jax.loading import WeightSource, resolve_model
+from mtp_jax.request import RequestOutput
 from tests.oracle.prompts import PROMPTS
 from tests.parity.rig import Job, greedy, make_engine, renew, run_jobs, tokens_of
 from tests.parity.tap import Tap, tapped
@@ -103,6 +104,13 @@ def forced(ids: np.ndarray, accept: int) -> Iterator[None]:
         yield
 
 
+def tiny_checkpoint(name: str) -> WeightSource:
+    """Only one of them brings a tokenizer; their ids mean the same in all."""
+    source = resolve_model(GOLDEN / name)
+    source.tokenizer = resolve_model(GOLDEN / "tiny_mimo").tokenizer  # type: ignore[method-assign]
+    return source
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_tiny_logits(name: str, stages: int) -> None:
@@ -111,7 +119,7 @@ def test_tiny_logits(name: str, stages: int) -> None:
     ids = stored["ids"]
     sizes = {"stages": stages, "num_speculative_tokens": 0, "max_num_seqs": 4, "num_pages": 64}
     with forced(ids, 0), tapped() as tap:
-        engine = make_engine(resolve_model(GOLDEN / name), **sizes)
+        engine = make_engine(tiny_checkpoint(name), **sizes)
         jobs = {
             "prefilled": Job(tuple(ids.tolist()), greedy(1)),
             "decoded": Job(tuple(ids[:1].tolist()), greedy(len(ids) - 1)),
@@ -128,19 +136,14 @@ def test_tiny_logits(name: str, stages: int) -> None:
 
 def slots_after_each_step(engine: Engine, prompt: np.ndarray, tokens: int) -> dict[int, dict[str, np.ndarray]]:
     """Serves one request; the slot as every dispatch left it, by the position that its drafts start from."""
-    seen = {}
-
-    def look(outputs: list) -> None:
-        slots = jax.device_get(engine._state.slots)
-        if slots.length[0] > 0:
-            fields = {"drafts": slots.drafts[0], "logits": slots.draft_logits[0]}
-            seen[int(slots.length[0]) - 1] = fields
-
+    seen: dict[int, dict[str, np.ndarray]] = {}
     step = engine.step
 
-    def watched():
+    def watched() -> list[RequestOutput]:
         outputs = step()
-        look(outputs)
+        slots = jax.device_get(engine._state.slots)
+        if slots.length[0] > 0:
+            seen[int(slots.length[0]) - 1] = {"drafts": slots.drafts[0], "logits": slots.draft_logits[0]}
         return outputs
 
     engine.step = watched  # type: ignore[method-assign]
@@ -156,9 +159,9 @@ def test_mimo_drafts(stages: int) -> None:
     sizes = {"stages": stages, "num_speculative_tokens": 3, "max_num_seqs": 1, "num_pages": 64}
     with forced(ids, 0):
         engine = make_engine(resolve_model(GOLDEN / "tiny_mimo"), draft_sampling="probabilistic", **sizes)
-        seen = slots_after_each_step(engine, ids[:1], len(ids) - 1)
-    assert set(seen) == set(range(len(ids) - 1)), "a position from which nothing was drafted"
-    first = np.stack([seen[p]["logits"][0] for p in sorted(seen)])
+        seen = slots_after_each_step(engine, ids[:1], len(ids) + 3)
+    assert set(seen) >= set(range(len(ids) - 1)), "a position from which nothing was drafted"
+    first = np.stack([seen[p]["logits"][0] for p in range(len(ids) - 1)])
     errors = [np.abs(first - stored["mtp_logits"]).max()]
     for index, anchor in enumerate(stored["anchors"].tolist()):
         np.testing.assert_array_equal(seen[anchor]["drafts"], stored["draft_ids"][index])
@@ -181,7 +184,7 @@ def test_mimo_after_accepted_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     with forced(ids, 3):
         sizes = {"num_speculative_tokens": 3, "max_num_seqs": 1, "num_pages": 64}
         engine = make_engine(resolve_model(GOLDEN / "tiny_mimo"), draft_sampling="probabilistic", **sizes)
-        seen = slots_after_each_step(engine, ids[:20], len(ids) - 20)
+        seen = slots_after_each_step(engine, ids[:20], len(ids) - 12)
     anchors = [p for p in sorted(seen) if p < len(ids) - 1]
     assert anchors == list(range(19, len(ids) - 1, 4)), "rounds that did not accept all three"
     errors = [np.abs(seen[p]["logits"][0] - stored["mtp_logits"][p]).max() for p in anchors]

@@ -1,0 +1,74 @@
+"""From options to a plan: what is chosen, what is refused."""
+
+import dataclasses
+
+import pytest
+
+from mtp_jax.engine.build import Blueprint, EngineOptions, draw_blueprint
+from mtp_jax.errors import InvalidValueError, UnsupportedHereError
+from tests.parity.rig import TINY, RandomSource, Value
+
+PLAIN = dataclasses.replace(TINY, model_type="qwen2", num_nextn_predict_layers=0)
+
+
+def draw(model=TINY, kv_cache_gib: float | None = None, **overrides: Value) -> Blueprint:
+    return draw_blueprint(EngineOptions(kv_cache_gib=kv_cache_gib, overrides=overrides), RandomSource(model))
+
+
+def test_defaults() -> None:
+    """A model with an MTP module speculates, one without does not; the context is the machine's or the model's."""
+    assert draw().config.num_speculative_tokens == 1
+    assert draw(PLAIN).config.num_speculative_tokens == 0
+    assert draw(dataclasses.replace(TINY, max_position_embeddings=300)).config.max_model_len == 300
+    assert draw().config.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"stages": 6}, r"--stages: got 6; expected .*1 to 5"),
+        ({"stages": 9}, r"--stages.* needs 9 devices; this process sees 8"),
+        ({"max_model_len": 20000}, r"--max-model-len: got 20000; expected up to 16384"),
+        ({"num_speculative_tokens": 9}, r"num_speculative_tokens: got 9; expected 0 to 8"),
+        ({"page_size": 6}, r"page_size: got 6; expected a multiple of 4"),
+        ({"max_rounds": 3}, r"max_rounds: got 3"),
+        ({"max_num_seqs": 0}, r"max_num_seqs: got 0"),
+    ],
+)
+def test_refusals(overrides: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        draw(**overrides)
+
+
+def test_drafts_need_a_head() -> None:
+    with pytest.raises(InvalidValueError, match=r"--num-speculative-tokens: got 2; .*--mtp-head"):
+        draw(PLAIN, num_speculative_tokens=2)
+
+
+def test_an_unknown_family() -> None:
+    with pytest.raises(InvalidValueError, match=r"model_type: got 'mamba'; expected llama or mimo or qwen2"):
+        draw(dataclasses.replace(TINY, model_type="mamba"))
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_axes_to_come(axis: str) -> None:
+    with pytest.raises(UnsupportedHereError, match="--data and --tensor"):
+        draw(**{axis: 2})
+
+
+def test_memory_choices() -> None:
+    """Pages: as given; as many as the bytes hold; at most what could ever be used."""
+    assert draw(num_pages=77).config.num_pages == 77
+    given = draw(kv_cache_gib=0.01)
+    assert given.memory.cache <= 0.01 * 2**30 < given.memory.cache + given.memory.page
+    default = draw(max_num_seqs=2, max_model_len=64, page_size=16)
+    assert default.config.num_pages == 2 * 4
+    with pytest.raises(InvalidValueError, match=r"--kv-cache-gib: got 1e-09; expected at least"):
+        draw(kv_cache_gib=1e-9)
+
+
+def test_describe() -> None:
+    text = draw(stages=2, num_pages=40).describe()
+    for part in ("random mimo", "stage 2 x data 1 x tensor 1", "0-2 | 3-4", "K = 1, greedy drafts", "40 pages"):
+        assert part in text
+    assert "off (K = 0)" in draw(PLAIN).describe()

@@ -1,0 +1,80 @@
+"""Where weights lie, and what a vocabulary that does not divide costs: nothing but padding."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax.engine.weights import WeightLayout
+from mtp_jax.models.registry import layer_leaves
+from sharding.mesh import make_mesh
+from sharding.placement import make_placement
+from sharding.stage_plan import balanced_plan
+from tests.parity.rig import TINY, Job, RandomSource, greedy, make_engine, run_jobs, tokens_of
+
+
+def layout_of(stages: int, vocab: int = 96) -> WeightLayout:
+    model = dataclasses.replace(TINY, vocab_size=vocab)
+    placement = make_placement(make_mesh(stages), {"mtp_kv_heads": 2, "mtp_ffn": 48, "mtp_out": 32})
+    plan = balanced_plan(model.num_hidden_layers, stages)
+    return WeightLayout(model, plan, placement, jnp.dtype("float32"), True)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_device_has_its_own_layers(stages: int) -> None:
+    layout = layout_of(stages)
+    source, reports = RandomSource(layout.model), []
+    weights = layout.load(source.read, source.read, lambda done, total: reports.append((done, total)))
+    assert jax.tree.map(lambda x: x.shape, weights) == jax.tree.map(lambda x: x.shape, layout.shapes())
+    leaves = layer_leaves(layout.model, kv_heads="kv_heads", ffn="ffn")
+    for slot, arrays in enumerate(weights.trunk):
+        for leaf, array in zip(leaves, arrays, strict=True):
+            for shard in array.addressable_shards:
+                stage = jax.devices().index(shard.device)
+                layer = layout.plan.layer_at(slot, stage)
+                expected = np.zeros(leaf.shape, np.float32)
+                if layer is not None:
+                    expected = leaf.read(source.read, f"model.layers.{layer}.")
+                np.testing.assert_array_equal(shard.data[0], expected)
+    assert reports[-1][0] == reports[-1][1]
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_vocabulary_rows(stages: int) -> None:
+    """97 rows: each device has an equal share, the last one's padded with zeros."""
+    layout = layout_of(stages, vocab=97)
+    source = RandomSource(layout.model)
+    weights = layout.load(source.read, source.read, lambda done, total: None)
+    share = -(-97 // stages)
+    table = np.zeros((share * stages, 32), np.float32)
+    table[:97] = source.read("model.embed_tokens.weight")
+    assert layout.padded_vocab == share * stages
+    for shard in weights.embedding.addressable_shards:
+        first = share * jax.devices().index(shard.device)
+        np.testing.assert_array_equal(shard.data, table[first : first + share])
+
+
+def test_a_tied_head_is_stored_once() -> None:
+    layout = dataclasses.replace(layout_of(2), model=dataclasses.replace(TINY, tie_word_embeddings=True))
+    source = RandomSource(layout.model)
+    assert layout.load(source.read, source.read, lambda done, total: None).lm_head is None
+
+
+def test_a_vocabulary_that_does_not_divide() -> None:
+    """Text at Z = 2 and 4 is that at Z = 1; sampling too, whose noise and cuts see the padding."""
+    model = dataclasses.replace(TINY, vocab_size=97)
+    warm = dataclasses.replace(greedy(20), temperature=2.0, top_p=0.99)
+    jobs = {
+        "greedy": Job((96, 5, 96), greedy(20)),
+        "plain": Job((1, 96), dataclasses.replace(greedy(20), temperature=1.5), seed=3),
+        "top_p": Job((7,), warm, seed=4),
+    }
+    found = []
+    for stages in (1, 2, 4):
+        engine = make_engine(RandomSource(model), stages=stages, num_speculative_tokens=1, max_num_seqs=4)
+        found.append({name: tokens_of(outputs) for name, outputs in run_jobs(engine, jobs).items()})
+        assert all(0 <= token < 97 for tokens in found[-1].values() for token in tokens)
+    assert found[0] == found[1] == found[2]
