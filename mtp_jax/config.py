@@ -63,6 +63,7 @@ class EngineConfig:
     max_rounds: int = 1  # R: rounds of the ring a dispatch at most (a power of two up to 8)
     min_rows: int = 1  # rows a group at least; 2 on GPUs, where one row lowers to slow reductions
     min_table_tokens: int = 256  # smallest bucket of context length that is compiled for
+    table_growth: int = 4  # factor from one bucket to the next: 2 wastes less attention, compiles more
     enable_prefix_caching: bool = True
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
@@ -76,6 +77,8 @@ class EngineConfig:
             raise InvalidValueError("num_speculative_tokens", self.num_speculative_tokens, legal)
         if self.max_rounds not in (1, 2, 4, 8):
             raise InvalidValueError("max_rounds", self.max_rounds, "1, 2, 4 or 8")
+        if self.table_growth not in (2, 4):
+            raise InvalidValueError("table_growth", self.table_growth, "2 or 4")
         if self.page_size % 4:
             raise InvalidValueError("page_size", self.page_size, "a multiple of 4")
 

@@ -35,7 +35,9 @@ class BucketTable:
         least = -(-config.min_table_tokens // config.page_size)
         return cls(
             rows=power_of_two_buckets(config.min_rows, config.rows_per_group, factor=4),
-            widths=power_of_two_buckets(min(least, config.pages_per_slot), config.pages_per_slot, factor=4),
+            widths=power_of_two_buckets(
+                min(least, config.pages_per_slot), config.pages_per_slot, factor=config.table_growth
+            ),
             chunks=power_of_two_buckets(min(16, config.prefill_chunk), config.prefill_chunk, factor=4),
             rounds=power_of_two_buckets(1, config.max_rounds),
         )
@@ -43,10 +45,16 @@ class BucketTable:
     def first(self) -> list[Bucket]:
         """What must be there before serving: the smallest, for a quick start, and what any plan fits into."""
         rows, width, chunk = self.rows, self.widths, self.chunks
-        small = [Bucket(1, rows[0], width[0], 0), Bucket(1, rows[0], width[0], chunk[-1])]
+        small = [Bucket(r, rows[0], width[0], 0) for r in dict.fromkeys((1, self.rounds[-1]))]
+        small.append(Bucket(1, rows[0], width[0], chunk[-1]))
         large = [Bucket(1, rows[-1], width[-1], 0), Bucket(1, rows[-1], width[-1], chunk[-1])]
         rounds = [Bucket(r, rows[-1], width[-1], 0) for r in self.rounds[1:]]
         return list(dict.fromkeys([*small, *large, *rounds]))
+
+    def soon(self) -> list[Bucket]:
+        """What a second client will want: compiled in the background once the engine serves."""
+        rows = self.rows[min(1, len(self.rows) - 1)]
+        return [Bucket(1, rows, self.widths[0], 0), Bucket(1, rows, self.widths[0], self.chunks[-1])]
 
     def wider(self, bucket: Bucket) -> Bucket | None:
         """The bucket that follows when contexts outgrow this one; None for the widest."""

@@ -140,6 +140,8 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
         report("compiling", index, len(first))
         executables.compile(bucket)
     report("compiling", len(first), len(first))
+    for bucket in table.soon():
+        executables.want(bucket)
     scheduler = Scheduler(
         config,
         eos_token_ids=layout.model.eos_token_ids,
@@ -213,7 +215,13 @@ def _resolve(options: EngineOptions, model: ModelConfig, *, has_mtp: bool) -> En
         "dtype": ("float32" if on_cpu else "bfloat16") if options.dtype == "auto" else options.dtype,
     }
     if not on_cpu:
-        values |= {"min_rows": 2, "max_rounds": 4, "prefill_chunk": 256, "max_num_seqs": 64}
+        values |= {
+            "min_rows": 2,
+            "max_rounds": 4,
+            "prefill_chunk": 256,
+            "max_num_seqs": 64,
+            "table_growth": 2,
+        }
     config = dataclasses.replace(EngineConfig(), **(values | dict(options.overrides)))  # type: ignore[arg-type]
     if config.max_model_len > model.max_position_embeddings:
         legal = f"up to {model.max_position_embeddings}, the model's context"

@@ -1,6 +1,7 @@
 """The scheduler's plan as device arrays, and the device's results as the scheduler's rows."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig
 from mtp_jax.engine.buckets import Bucket
-from mtp_jax.scheduler.plan import DispatchPlan, RowResult
+from mtp_jax.scheduler.plan import DispatchPlan, RowResult, SlotView
 from sharding.placement import Placement
 
 MAX_STOP_IDS = 8  # stop tokens that the device itself watches for, a slot
@@ -51,76 +52,99 @@ class PlanArrays:
 
 
 class PlanWriter:
-    """Turns plans into device arrays, sending only the fields that changed since the last dispatch.
+    """Turns plans into device arrays, sending only what changed since the last dispatch.
 
-    In steady decode nothing changes but, now and then, a page table: a dispatch then moves no bytes.
+    In steady decode nothing changes but, now and then, a page table: a dispatch then moves no bytes, and
+    the host looks at no more than (generation, number of pages) of each slot: under one generation
+    parameters are fixed and page lists only grow.
     """
 
     def __init__(self, config: EngineConfig, placement: Placement):
-        self._config = config
+        u = config.max_num_seqs
         self.placement = placement
+        self._config = config
         self._sharding = NamedSharding(placement.mesh, P())
-        self._sent: dict[str, tuple[np.ndarray, jax.Array]] = {}
+        self._seen = [(0, 0)] * u  # (generation, pages) of each slot, as written below
+        self._table = np.zeros((u, config.pages_per_slot), np.int32)
+        self._columns = {
+            "generation": np.zeros(u, np.int32),
+            "capacity": np.zeros(u, np.int32),
+            "max_total": np.zeros(u, np.int32),
+            "num_drafts": np.zeros(u, np.int32),
+            "stop_ids": np.full((u, MAX_STOP_IDS), -1, np.int32),
+            "temperature": np.zeros(u, np.float32),
+            "top_k": np.zeros(u, np.int32),
+            "top_p": np.ones(u, np.float32),
+            "seed": np.zeros((u, 2), np.uint32),
+        }
+        if not config.num_speculative_tokens:
+            del self._columns["num_drafts"]
+        self._sent: dict[str, jax.Array] = {}
+        self._sent_rows: tuple[tuple[int, ...], ...] = ()
 
     def write(self, plan: DispatchPlan, bucket: Bucket) -> PlanArrays:
         """The plan padded to a bucket that is at least as large as the plan's own."""
-        fields = self._slot_fields(plan, bucket)
-        if bucket.chunk:
-            fields |= {f"chunks.{name}": value for name, value in self._chunk_fields(plan, bucket).items()}
-        arrays = self._send(fields)
-        chunk_arrays = {name[7:]: value for name, value in arrays.items() if name.startswith("chunks.")}
-        plain = {name: value for name, value in arrays.items() if not name.startswith("chunks.")}
-        num_drafts = plain.pop("num_drafts", None)
-        return PlanArrays(
-            **plain, num_drafts=num_drafts, chunks=ChunkArrays(**chunk_arrays) if bucket.chunk else None
-        )
+        fields = self._changed_slots(plan.slots)
+        table = self._sent.get("table")
+        if table is None or table.shape[1] != bucket.width or "capacity" in fields:
+            fields["table"] = self._table[:, : bucket.width]
+        rows = self._sent.get("rows")
+        if rows is None or rows.shape[1] != bucket.rows or plan.rows != self._sent_rows:
+            fields["rows"] = self._rows(plan, bucket)
+            self._sent_rows = plan.rows
+        self._sent |= self._send(fields)
+        chunks = ChunkArrays(**self._send(self._chunks(plan, bucket))) if bucket.chunk else None
+        num_drafts = self._sent.get("num_drafts")
+        plain = {name: array for name, array in self._sent.items() if name != "num_drafts"}
+        return PlanArrays(**plain, num_drafts=num_drafts, chunks=chunks)
 
     def _send(self, fields: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        stale = []
-        for name, value in fields.items():
-            sent = self._sent.get(name)
-            if sent is None or sent[0].shape != value.shape or not np.array_equal(sent[0], value):
-                stale.append(name)
-        placed = jax.device_put([fields[name] for name in stale], self._sharding)
-        for name, array in zip(stale, placed, strict=True):
-            self._sent[name] = (fields[name], array)
-        return {name: self._sent[name][1] for name in fields}
+        # Copies: the CPU back end may keep using a host array's memory, and these are written to again.
+        arrays = jax.device_put([array.copy() for array in fields.values()], self._sharding)
+        return dict(zip(fields, arrays, strict=True))
 
-    def _slot_fields(self, plan: DispatchPlan, bucket: Bucket) -> dict[str, np.ndarray]:
-        u = self._config.max_num_seqs
+    def _changed_slots(self, slots: Sequence[SlotView]) -> dict[str, np.ndarray]:
+        """Brings the host arrays up to date; returns those that the device has to get."""
+        new_request = grown = not self._sent
+        for index, slot in enumerate(slots):
+            now = (slot.generation, len(slot.pages))
+            if now == self._seen[index]:
+                continue
+            if slot.generation != self._seen[index][0]:
+                self._put_request(index, slot)
+                new_request = True
+            self._columns["capacity"][index] = len(slot.pages) * self._config.page_size
+            self._table[index, : len(slot.pages)] = slot.pages
+            self._seen[index] = now
+            grown = True
+        if new_request:
+            return dict(self._columns)
+        return {"capacity": self._columns["capacity"]} if grown else {}
+
+    def _put_request(self, index: int, slot: SlotView) -> None:
+        stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
+        stop_ids[: len(slot.stop_token_ids)] = slot.stop_token_ids[:MAX_STOP_IDS]
+        values = {
+            "generation": slot.generation,
+            "max_total": slot.max_total,
+            "num_drafts": slot.num_drafts,
+            "stop_ids": stop_ids,
+            "temperature": slot.temperature,
+            "top_k": slot.top_k,
+            "top_p": slot.top_p,
+            "seed": (slot.seed & 0xFFFFFFFF, (slot.seed >> 32) & 0xFFFFFFFF),
+        }
+        for name, value in values.items():
+            if name in self._columns:
+                self._columns[name][index] = value
+
+    def _rows(self, plan: DispatchPlan, bucket: Bucket) -> np.ndarray:
         rows = np.full((self._config.stages, bucket.rows), -1, np.int32)
         for group, slots in enumerate(plan.rows):
             rows[group, : len(slots)] = slots
-        ints = np.zeros((u, 5), np.int32)
-        floats = np.zeros((u, 2), np.float32)
-        seeds = np.zeros((u, 2), np.uint32)
-        stop_ids = np.full((u, MAX_STOP_IDS), -1, np.int32)
-        table = np.zeros((u, bucket.width), np.int32)
-        for index, slot in enumerate(plan.slots):
-            if slot.generation == 0:
-                continue
-            capacity = len(slot.pages) * self._config.page_size
-            ints[index] = (slot.generation, capacity, slot.max_total, slot.num_drafts, slot.top_k)
-            floats[index] = (slot.temperature, slot.top_p)
-            seeds[index] = (slot.seed & 0xFFFFFFFF, (slot.seed >> 32) & 0xFFFFFFFF)
-            stop_ids[index, : len(slot.stop_token_ids)] = slot.stop_token_ids[:MAX_STOP_IDS]
-            pages = slot.pages[: bucket.width]
-            table[index, : len(pages)] = pages
-        names = ("generation", "capacity", "max_total", "num_drafts", "top_k")
-        columns = {name: np.ascontiguousarray(ints[:, i]) for i, name in enumerate(names)}
-        if not self._config.num_speculative_tokens:
-            del columns["num_drafts"]
-        temperature, top_p = (np.ascontiguousarray(floats[:, i]) for i in range(2))
-        return columns | {
-            "rows": rows,
-            "stop_ids": stop_ids,
-            "table": table,
-            "temperature": temperature,
-            "top_p": top_p,
-            "seed": seeds,
-        }
+        return rows
 
-    def _chunk_fields(self, plan: DispatchPlan, bucket: Bucket) -> dict[str, np.ndarray]:
+    def _chunks(self, plan: DispatchPlan, bucket: Bucket) -> dict[str, np.ndarray]:
         ticks = bucket.rounds * self._config.stages
         ints = np.zeros((5, ticks), np.int32)
         tokens = np.zeros((ticks, bucket.chunk), np.int32)
@@ -135,9 +159,7 @@ class PlanWriter:
 
 def read_results(packed: np.ndarray) -> list[RowResult]:
     """Results of a dispatch, [ticks, rows, RESULT_FIELDS + T], as rows in tick order; empty ones left out."""
-    results = []
-    for row in packed[packed[:, :, 2] > 0]:
-        slot, generation, count, num_drafts, accepted = (int(x) for x in row[:RESULT_FIELDS])
-        tokens = tuple(int(x) for x in row[RESULT_FIELDS : RESULT_FIELDS + count])
-        results.append(RowResult(slot, generation, tokens, num_drafts, accepted))
-    return results
+    return [
+        RowResult(slot, generation, tuple(tokens[:count]), num_drafts, accepted)
+        for slot, generation, count, num_drafts, accepted, *tokens in packed[packed[:, :, 2] > 0].tolist()
+    ]

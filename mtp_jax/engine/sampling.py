@@ -65,15 +65,32 @@ def keep_top(logits: jax.Array, rows: RowSampling) -> jax.Array:
     with mass of at least top_p (of what top-k left), ties with its last member included. At least one
     token stays; greedy rows keep everything.
     """
-    vocab = logits.shape[-1]
     warm = rows.temperature > 0
-    ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
-    last = jnp.where(warm & (rows.top_k > 0), jnp.minimum(rows.top_k, vocab), vocab) - 1
-    kth = jnp.take_along_axis(ordered, last[..., None], axis=-1)
-    ordered = jnp.where(ordered >= kth, ordered, -jnp.inf)
-    mass = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
-    # Index of the nucleus' last token. Rounding may leave the whole mass under top_p: then all stay.
-    needed = jnp.sum(mass < rows.top_p[..., None], axis=-1, dtype=jnp.int32)
-    cut = jnp.take_along_axis(ordered, jnp.minimum(needed, vocab - 1)[..., None], axis=-1)
-    everything = ~(warm & (rows.top_p < 1))[..., None]
-    return jnp.where((logits >= kth) & (everything | (logits >= cut)), logits, -jnp.inf)
+    order = _order(logits)
+    by_count = _threshold(order, jnp.ones_like(logits), jnp.maximum(rows.top_k, 1).astype(jnp.float32))
+    by_count = jnp.where(warm & (rows.top_k > 0), by_count, jnp.uint32(0))
+    kept = order >= by_count[..., None]
+    weights = jnp.where(kept, jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
+    by_mass = _threshold(order, weights, rows.top_p * jnp.sum(weights, axis=-1))
+    by_mass = jnp.where(warm & (rows.top_p < 1), by_mass, jnp.uint32(0))
+    return jnp.where(kept & (order >= by_mass[..., None]), logits, -jnp.inf)
+
+
+def _order(x: jax.Array) -> jax.Array:
+    """fp32 as uint32 in the same order."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _threshold(order: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.Array:
+    """The largest t [...] such that the weights [..., V] of `order` >= t add up to at least `needed` [...].
+
+    Found bit by bit, from the highest: 32 sums instead of a sort, which is slower to run and to compile.
+    """
+
+    def try_bit(index: jax.Array, threshold: jax.Array) -> jax.Array:
+        higher = threshold | jnp.uint32(1) << (31 - index).astype(jnp.uint32)
+        mass = jnp.sum(jnp.where(order >= higher[..., None], weights, 0.0), axis=-1)
+        return jnp.where(mass >= needed, higher, threshold)
+
+    return jax.lax.fori_loop(0, 32, try_bit, (order[..., 0] & 0))

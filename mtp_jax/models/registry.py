@@ -108,5 +108,11 @@ def mtp_leaves(config: ModelConfig) -> tuple[Leaf, ...]:
 
 def merge[M: nnx.Module](graphdef: nnx.GraphDef[M], leaves: Iterable[Leaf], arrays: Iterable[jax.Array]) -> M:
     """A module from its structure and its leaves' arrays, inside the jitted program."""
-    flat = {leaf.path: nnx.Param(array) for leaf, array in zip(leaves, arrays, strict=True)}
-    return nnx.merge(graphdef, nnx.State.from_flat_path(flat.items()))
+    state: dict = {}
+    for leaf, array in zip(leaves, arrays, strict=True):
+        *inner, name = leaf.path
+        place = state
+        for key in inner:
+            place = place.setdefault(key, {})
+        place[name] = nnx.Param(array)
+    return nnx.merge(graphdef, state)

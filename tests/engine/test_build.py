@@ -69,6 +69,12 @@ def test_memory_choices() -> None:
 
 def test_describe() -> None:
     text = draw(stages=2, num_pages=40).describe()
-    for part in ("random mimo", "stage 2 x data 1 x tensor 1", "0-2 | 3-4", "K = 1, greedy drafts", "40 pages"):
+    for part in (
+        "random mimo",
+        "stage 2 x data 1 x tensor 1",
+        "0-2 | 3-4",
+        "K = 1, greedy drafts",
+        "40 pages",
+    ):
         assert part in text
     assert "off (K = 0)" in draw(PLAIN).describe()

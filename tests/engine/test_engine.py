@@ -176,6 +176,8 @@ def test_counters(engine: Engine) -> None:
     assert sum(s.num_draft_tokens for s in speculation) == stats.num_draft_tokens
     for each in speculation:
         assert sum(each.acceptance_histogram) == each.num_rounds
-        assert sum(j * rounds for j, rounds in enumerate(each.acceptance_histogram)) == each.num_accepted_tokens
+        assert (
+            sum(j * rounds for j, rounds in enumerate(each.acceptance_histogram)) == each.num_accepted_tokens
+        )
     assert stats.num_running == stats.num_waiting == 0
     assert 0 < stats.useful_ticks <= stats.ticks

@@ -21,7 +21,9 @@ def plan(*, chunks: tuple[Chunk | None, ...] = ()) -> DispatchPlan:
     )
     rows = ((0, -1), (2, -1))
     size = 16 if chunks else 0
-    return DispatchPlan(0, 1, rows, slots, chunks, num_rows=2, width=2, chunk_size=size, has_lane=bool(chunks))
+    return DispatchPlan(
+        0, 1, rows, slots, chunks, num_rows=2, width=2, chunk_size=size, has_lane=bool(chunks)
+    )
 
 
 def writer() -> PlanWriter:
@@ -47,7 +49,11 @@ def test_fields() -> None:
     chunks = arrays.chunks
     assert chunks is not None
     assert (chunks.slot.tolist(), chunks.generation.tolist()) == ([0, 2], [0, 9])
-    assert (chunks.start.tolist(), chunks.count.tolist(), chunks.next_token.tolist()) == ([0, 4], [0, 3], [0, -1])
+    assert (chunks.start.tolist(), chunks.count.tolist(), chunks.next_token.tolist()) == (
+        [0, 4],
+        [0, 3],
+        [0, -1],
+    )
     assert chunks.tokens[1].tolist() == [8, 9, 10, *[0] * 13]
 
 

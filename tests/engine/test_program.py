@@ -15,6 +15,7 @@ from mtp_jax.engine.build import EngineOptions, construct, draw_blueprint
 from mtp_jax.engine.engine import Engine
 from mtp_jax.request import EngineRequest, SamplingParams
 from mtp_jax.scheduler.scheduler import Scheduler
+from tests.parity.engines import shared_engine
 from tests.parity.rig import (
     TINY,
     Job,
@@ -25,7 +26,6 @@ from tests.parity.rig import (
     make_engine,
     renew,
     run_jobs,
-    tiny_engine,
 )
 
 TWO_LAYERS = dataclasses.replace(TINY, num_hidden_layers=2)
@@ -85,10 +85,17 @@ def test_one_compile_a_bucket(compiles: list[str]) -> None:
         engine.step()
         steps += 1
     steps_compiled = sorted(name for name in compiles if "step_r" in name)
-    print(f"{len(wanted)} buckets, {steps} steps, {count} requests, {engine.stats().num_preemptions} preemptions")
+    print(
+        f"{len(wanted)} buckets, {steps} steps, {count} requests, {engine.stats().num_preemptions} preemptions"
+    )
     assert engine.stats().num_preemptions > 0
     assert len(wanted) > 6, "the steps were not mixed"
-    assert len(steps_compiled) == len(set(steps_compiled)) == len(wanted) == len(engine.executables.compile_seconds)
+    assert (
+        len(steps_compiled)
+        == len(set(steps_compiled))
+        == len(wanted)
+        == len(engine.executables.compile_seconds)
+    )
     before = len(compiles)
     for round_trip in range(2):
         run_jobs(engine, {f"again {round_trip}": Job((1, 2, 3), greedy(20))})
@@ -99,11 +106,7 @@ def test_one_compile_a_bucket(compiles: list[str]) -> None:
 
 
 MEMORY_CASES = [
-    (stages, k, chunk, rows)
-    for stages in (1, 2, 4)
-    for k in (0, 3)
-    for chunk in (0, 16)
-    for rows in (1, 4)
+    (stages, k, chunk, rows) for stages in (1, 2, 4) for k in (0, 3) for chunk in (0, 16) for rows in (1, 4)
 ]
 
 
@@ -125,8 +128,8 @@ def test_no_cache_is_copied(stages: int, k: int, chunk: int, rows: int) -> None:
 
 
 def test_memory_plan_is_what_is_allocated() -> None:
-    engine = renew(tiny_engine(stages=2, num_speculative_tokens=3))
-    drawn = blueprint(RandomSource(TINY), stages=2, num_speculative_tokens=3)
+    engine = renew(shared_engine(4, 3))
+    drawn = blueprint(RandomSource(TINY), stages=4, num_speculative_tokens=3)
 
     def bytes_on_first_device(tree: object) -> int:
         first = jax.devices()[0]
@@ -172,7 +175,11 @@ def test_context_limit_costs_nothing() -> None:
             assert analysis is not None
             costs.setdefault(bucket, []).append((analysis["flops"], analysis["bytes accessed"]))
     for bucket, (short, long) in costs.items():
-        print(bucket, "flops and bytes at 8192 over 512:", [f"{b / a:.3f}" for a, b in zip(short, long, strict=True)])
+        print(
+            bucket,
+            "flops and bytes at 8192 over 512:",
+            [f"{b / a:.3f}" for a, b in zip(short, long, strict=True)],
+        )
         for a, b in zip(short, long, strict=True):
             assert abs(b / a - 1) < 0.1
 
@@ -204,7 +211,7 @@ def test_context_limit_measured() -> None:
 
 def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     """Scheduling, sending and digesting take a few hundred microseconds a dispatch."""
-    engine = renew(tiny_engine(num_speculative_tokens=3))
+    engine = renew(shared_engine(1, 3))
     run_jobs(engine, {str(i): Job((1, 2, 3 + i), greedy(80)) for i in range(8)})
     milliseconds = 1e3 * engine.stats().host_seconds_per_dispatch
     print(f"host time a dispatch: {milliseconds:.2f} ms with 8 requests")
@@ -213,7 +220,7 @@ def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_steady_decode_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """But a page table, when a request gets another page."""
-    engine = renew(tiny_engine(num_speculative_tokens=3))
+    engine = renew(shared_engine(1, 3))
     for index in range(8):
         engine.add_request(EngineRequest(str(index), (1, 2, 3 + index), greedy(90)))
     for _ in range(14):

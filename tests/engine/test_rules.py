@@ -106,7 +106,7 @@ def test_noise_is_uniform_and_independent() -> None:
     ]
     draws += [draw(1, 3, 3, TARGET), draw(2, 2, 3, TARGET)]
     for one in draws:
-        assert 0 < one.min() and one.max() < 1
+        assert one.min() > 0 and one.max() < 1
         counts = np.histogram(one, 20, (0, 1))[0]
         # 5 standard deviations of a count of n / 20.
         assert np.abs(counts - ids.size / 20).max() < 5 * (ids.size * 0.05 * 0.95) ** 0.5

@@ -5,16 +5,17 @@ import pytest
 
 from mtp_jax.engine.engine import Engine
 from mtp_jax.request import EngineRequest
-from tests.parity.rig import TINY, greedy, renew, tiny_engine
+from tests.parity.engines import shared_engine
+from tests.parity.rig import TINY, greedy, renew
 
 
 def engine_of(stages: int, k: int) -> Engine:
-    return renew(tiny_engine(stages=stages, num_speculative_tokens=k))
+    return renew(shared_engine(stages, k), max_rounds=1)
 
 
 def add(engine: Engine, name: str, prompt: int, tokens: int) -> None:
     ids = np.random.default_rng(len(name)).integers(0, TINY.vocab_size, prompt)
-    engine.add_request(EngineRequest(name, tuple(ids.tolist()), greedy(tokens)))
+    engine.add_request(EngineRequest(name, tuple(ids.tolist()), greedy(tokens), seed=1000))
 
 
 def useful_share(engine: Engine, steps: int) -> tuple[float, int]:
@@ -66,7 +67,9 @@ def test_mixed_load(stages: int, k: int) -> None:
             while engine.stats().num_waiting < 2:
                 ids = rng.integers(0, TINY.vocab_size, rng.integers(4, 60))
                 name = f"request-{count}"
-                engine.add_request(EngineRequest(name, tuple(ids.tolist()), greedy(int(rng.integers(4, 30)))))
+                engine.add_request(
+                    EngineRequest(name, tuple(ids.tolist()), greedy(int(rng.integers(4, 30))), seed=1000)
+                )
                 count += 1
             engine.step()
         after = engine.stats()

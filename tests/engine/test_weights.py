@@ -1,4 +1,4 @@
-"""Where weights lie, and what a vocabulary that does not divide costs: nothing but padding."""
+"""Where weights lie. That padding a vocabulary changes no token, tests/parity shows: TINY has 97 ids."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from mtp_jax.models.registry import layer_leaves
 from sharding.mesh import make_mesh
 from sharding.placement import make_placement
 from sharding.stage_plan import balanced_plan
-from tests.parity.rig import TINY, Job, RandomSource, greedy, make_engine, run_jobs, tokens_of
+from tests.parity.rig import TINY, RandomSource
 
 
 def layout_of(stages: int, vocab: int = 96) -> WeightLayout:
@@ -61,20 +61,3 @@ def test_a_tied_head_is_stored_once() -> None:
     layout = dataclasses.replace(layout_of(2), model=dataclasses.replace(TINY, tie_word_embeddings=True))
     source = RandomSource(layout.model)
     assert layout.load(source.read, source.read, lambda done, total: None).lm_head is None
-
-
-def test_a_vocabulary_that_does_not_divide() -> None:
-    """Text at Z = 2 and 4 is that at Z = 1; sampling too, whose noise and cuts see the padding."""
-    model = dataclasses.replace(TINY, vocab_size=97)
-    warm = dataclasses.replace(greedy(20), temperature=2.0, top_p=0.99)
-    jobs = {
-        "greedy": Job((96, 5, 96), greedy(20)),
-        "plain": Job((1, 96), dataclasses.replace(greedy(20), temperature=1.5), seed=3),
-        "top_p": Job((7,), warm, seed=4),
-    }
-    found = []
-    for stages in (1, 2, 4):
-        engine = make_engine(RandomSource(model), stages=stages, num_speculative_tokens=1, max_num_seqs=4)
-        found.append({name: tokens_of(outputs) for name, outputs in run_jobs(engine, jobs).items()})
-        assert all(0 <= token < 97 for tokens in found[-1].values() for token in tokens)
-    assert found[0] == found[1] == found[2]

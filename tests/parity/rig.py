@@ -1,7 +1,6 @@
 """Tiny random models and engines for the parity tests: real engine, real scheduler, random weights."""
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -15,10 +14,10 @@ from tokenizers import decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from mtp_jax.config import ModelConfig
+from mtp_jax.engine.buckets import Bucket
 from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_blueprint, idle_plan
 from mtp_jax.engine.draft import Drafter
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.buckets import Bucket
 from mtp_jax.engine.plan_arrays import PlanWriter
 from mtp_jax.engine.state import state_shapes, state_specs
 from mtp_jax.loading import WeightSource, resolve_model
@@ -31,7 +30,7 @@ Value = int | str | bool
 
 TINY = ModelConfig(
     model_type="mimo",
-    vocab_size=96,
+    vocab_size=97,  # so that 2 and 4 devices pad it
     hidden_size=32,
     num_hidden_layers=5,  # so that 2 and 4 stages leave layer slots empty
     num_attention_heads=4,
@@ -134,12 +133,6 @@ def make_engine(source: WeightSource, **overrides: Value) -> Engine:
     return construct(blueprint(source, **overrides))
 
 
-@functools.cache
-def tiny_engine(**overrides: Value) -> Engine:
-    """An engine over TINY's random weights; made once a test run, so take `renew` of it to run anything."""
-    return make_engine(RandomSource(TINY), **overrides)
-
-
 def renew(engine: Engine, source: WeightSource | None = None, **host: Value) -> Engine:
     """A new engine on another's executables: an empty state and a scheduler of its own.
 
@@ -234,22 +227,27 @@ def greedy(max_tokens: int, num_drafts: int | None = None) -> SamplingParams:
 
 @contextmanager
 def rigged_drafts(sequences: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Engines compiled inside draft from a table instead of the MTP module's logits.
+    """Engines compiled inside draft from a table, not by the MTP module, for requests of a small seed.
 
-    A request's seed is its row of `sequences` (prompt and known continuation; greedy decoding has no other
+    A seed below len(sequences) is a row of it: prompt and known continuation (greedy decoding has no other
     use for a seed). Drafts are right, except at positions 2, 5, 8, ...: there they are one id too high.
+    Requests of other seeds get the MTP module's drafts, so that one program serves every kind of head.
     """
     longest = max(map(len, sequences))
     table = np.zeros((len(sequences), longest + 16), np.int32)  # drafts run past the end of a sequence
     for row, sequence in enumerate(sequences):
         table[row, : len(sequence)] = sequence
+    propose_by_module = Drafter._propose
 
     def propose(
         self: Drafter, output: jax.Array, slot: jax.Array, position: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        known = jnp.asarray(table)[self.plan.seed[slot, 0].astype(jnp.int32), position]
+        token, logits = propose_by_module(self, output, slot, position)
+        seed = self.plan.seed[slot]
+        rigged = (seed[:, 0] < len(sequences)) & (seed[:, 1] == 0)
+        known = jnp.asarray(table)[jnp.where(rigged, seed[:, 0], 0).astype(jnp.int32), position]
         wrong = (position % 3 == 2).astype(jnp.int32)
-        return (known + wrong) % self.model.vocab_size, self.vocabulary.logits(output)
+        return jnp.where(rigged, (known + wrong) % self.model.vocab_size, token), logits
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafter, "_propose", propose)

@@ -83,7 +83,17 @@ def tapped() -> Iterator[Tap]:
         logits = self.vocabulary.logits(hidden.reshape(b * t, d)).reshape(b, t, -1)
         kept = None if slots.draft_logits is None else slots.draft_logits[rows.slot]
         device = jax.lax.axis_index(HEAD_AXES)
-        fields = (device, rows.generation, rows.start, rows.valid, rows.drafts, tokens, accepted, logits, kept)
+        fields = (
+            device,
+            rows.generation,
+            rows.start,
+            rows.valid,
+            rows.drafts,
+            tokens,
+            accepted,
+            logits,
+            kept,
+        )
         jax.debug.callback(tap.see_rows, *fields)
         return tokens, accepted
 

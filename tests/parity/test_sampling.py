@@ -12,10 +12,11 @@ import mtp_jax.engine.head
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.verify import accept_probabilistic
 from mtp_jax.request import SamplingParams
-from tests.parity.rig import TINY, Job, RandomSource, make_engine, renew, run_jobs, tiny_engine, tokens_of
+from tests.parity.engines import shared_engine
+from tests.parity.rig import TINY, Job, RandomSource, make_engine, renew, run_jobs, tokens_of
 from tests.parity.tap import Row, Tap, tapped
 
-SMALL = dataclasses.replace(TINY, vocab_size=12)
+SMALL = dataclasses.replace(TINY, vocab_size=12, num_hidden_layers=2)
 LEAST_P = 1e-3
 SETTINGS = {
     "plain": SamplingParams(temperature=1.0, max_tokens=48),
@@ -198,7 +199,7 @@ def seeded_jobs() -> dict[str, Job]:
         kind = list(SETTINGS.values())[index % 4]
         params = dataclasses.replace(kind, max_tokens=20, ignore_eos=True)
         prompt = tuple(rng.integers(0, TINY.vocab_size, 3 + 5 * index).tolist())
-        jobs[str(index)] = Job(prompt, params, arrives=index // 2, seed=(index << 40) - 77 * index)
+        jobs[str(index)] = Job(prompt, params, arrives=index // 2, seed=(index << 40) - 77 * index - 5)
     return jobs
 
 
@@ -208,7 +209,7 @@ def texts(engine: Engine, jobs: dict[str, Job]) -> dict[str, list[int]]:
 
 @functools.cache
 def alone(kind: str) -> dict[str, list[int]]:
-    engine = tiny_engine(num_speculative_tokens=3, draft_sampling=kind)
+    engine = shared_engine(1, 3, kind=kind)
     result = {}
     for name, job in seeded_jobs().items():
         result |= texts(engine, {name: dataclasses.replace(job, arrives=0)})
@@ -218,18 +219,16 @@ def alone(kind: str) -> dict[str, list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_seed_fixes_the_text(stages: int, kind: str) -> None:
-    sizes = {} if stages == 1 else {"stages": stages}
-    engine = tiny_engine(num_speculative_tokens=3, draft_sampling=kind, **sizes)
-    assert texts(engine, seeded_jobs()) == alone(kind)
+    assert texts(shared_engine(stages, 3, kind=kind), seeded_jobs()) == alone(kind)
 
 
 def test_one_hot_drafts_change_no_text() -> None:
     """Speculation with greedy drafts gives the very text of plain sampling."""
-    assert texts(tiny_engine(num_speculative_tokens=0), seeded_jobs()) == alone("greedy")
+    assert texts(shared_engine(1, 0), seeded_jobs()) == alone("greedy")
 
 
 def test_seeds_differ() -> None:
     """Also in the upper half of the 64 bits."""
     jobs = {str(seed): Job(PROMPT, SETTINGS["plain"], seed=seed) for seed in (0, 1, 1 << 32, -1)}
-    found = texts(tiny_engine(num_speculative_tokens=0), jobs)
+    found = texts(shared_engine(1, 0), jobs)
     assert len({tuple(tokens) for tokens in found.values()}) == 4
