@@ -16,7 +16,7 @@ def draw(model=TINY, kv_cache_gib: float | None = None, **overrides: Value) -> B
 
 
 def test_defaults() -> None:
-    """A model with an MTP module speculates, one without does not; the context is the machine's or the model's."""
+    """A model with an MTP module speculates; the context is what the machine and the model allow."""
     assert draw().config.num_speculative_tokens == 1
     assert draw(PLAIN).config.num_speculative_tokens == 0
     assert draw(dataclasses.replace(TINY, max_position_embeddings=300)).config.max_model_len == 300

@@ -108,8 +108,10 @@ def smollm2(head_seed: int = 0, head_scale: float = 1.0) -> WithRandomHead:
 
 
 def blueprint(source: WeightSource, **overrides: Value) -> Blueprint:
-    """A small engine with one bucket of rows, of table widths and of chunks: two executables, and one more
-    for each larger number of rounds. All are compiled by `construct`, while whatever a test patches is in force.
+    """A small engine with one bucket of rows, of table widths and of chunks.
+
+    That makes two executables, and one more for each larger number of rounds. All are compiled by
+    `construct`, while whatever a test patches is in force.
     """
     values: dict[str, Value] = {
         "max_model_len": 96,

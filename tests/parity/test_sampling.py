@@ -32,7 +32,7 @@ REQUESTS = 240
 def chi_square_tail(x: float, df: int) -> float:
     """P(X >= x) of a chi-square variable: the regularised upper incomplete gamma function Q(df / 2, x / 2).
 
-    By the recurrence Q(a + 1, z) = Q(a, z) + z^a e^-z / Gamma(a + 1) from Q(1/2, z) = erfc(sqrt z), Q(1, z) = e^-z.
+    By Q(a + 1, z) = Q(a, z) + z^a e^-z / Gamma(a + 1) from Q(1/2, z) = erfc(sqrt z) or Q(1, z) = e^-z.
     """
     z = x / 2
     a, q = (0.5, math.erfc(math.sqrt(z))) if df % 2 else (1.0, math.exp(-z))
@@ -105,7 +105,7 @@ class Seen:
         return int(self.row.tokens[column]), target_distribution(self.row.logits[column], self.params)
 
     def replacement(self, probabilistic: bool) -> tuple[int, np.ndarray]:
-        """The token in place of the first rejected draft, and what it should be drawn from given that draft."""
+        """The token in place of the first rejected draft, and its distribution given that draft."""
         column = self.row.accepted
         token, p = self.draw(column)
         if probabilistic:
