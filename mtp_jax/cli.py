@@ -1,14 +1,15 @@
 """The `mtp-jax` command: `mtp-jax serve ...`, `mtp-jax version`."""
 
-import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 
 from mtp_jax import __version__
+from mtp_jax.server.signals import exit_on_signals
 
 
 def _serve(argv: Sequence[str]) -> int:
-    from mtp_jax.server.launch import main as serve  # a web framework: `version` needs none
+    exit_on_signals()
+    from mtp_jax.server.launch import main as serve  # takes a second, in which Ctrl-C must be clean
 
     return serve(argv, prog="mtp-jax serve")
 
@@ -17,6 +18,8 @@ def _version(argv: Sequence[str]) -> int:
     if argv:
         print(f"mtp-jax version: got {argv[0]!r}; expected no arguments", file=sys.stderr)
         return 2
+    import importlib.metadata  # here, so that `serve` is quick to handle signals
+
     print(f"mtp-jax {__version__} (jax {importlib.metadata.version('jax')})")
     return 0
 

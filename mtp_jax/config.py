@@ -70,15 +70,21 @@ class EngineConfig:
     def __post_init__(self):
         positive = ("stages", "data", "tensor", "max_num_seqs", "max_model_len", "page_size", "num_pages")
         for name in (*positive, "prefill_chunk", "min_rows", "min_table_tokens"):
-            if getattr(self, name) < 1:
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InvalidValueError(name, getattr(self, name), "an integer of at least 1")
-        if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+        if self.num_speculative_tokens not in range(MAX_SPECULATIVE_TOKENS + 1):
             legal = f"0 to {MAX_SPECULATIVE_TOKENS}"
             raise InvalidValueError("num_speculative_tokens", self.num_speculative_tokens, legal)
         if self.max_rounds not in (1, 2, 4, 8):
             raise InvalidValueError("max_rounds", self.max_rounds, "1, 2, 4 or 8")
-        if self.table_growth not in (2, 4):
-            raise InvalidValueError("table_growth", self.table_growth, "2 or 4")
+        choices = {
+            "table_growth": (2, 4),
+            "draft_sampling": ("greedy", "probabilistic"),
+            "dtype": ("float32", "bfloat16", "float16"),
+        }
+        for name, legal in choices.items():
+            if getattr(self, name) not in legal:
+                raise InvalidValueError(name, getattr(self, name), " or ".join(map(str, legal)))
         if self.page_size % 4:
             raise InvalidValueError("page_size", self.page_size, "a multiple of 4")
 

@@ -7,6 +7,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.prepare import default_compile_cache, prepare_jax
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import InvalidRequestError, InvalidValueError
+from mtp_jax.progress import PhaseBars
 from mtp_jax.request import EngineRequest, RequestOutput, SamplingParams, SpeculationStats, expand_request
 from mtp_jax.text.tokenizer import Tokenizer
 
@@ -99,6 +101,8 @@ class LLM:
         for name, value in engine_options.items():
             if name not in legal:
                 raise InvalidValueError(name, value, f"no such option; there are {', '.join(sorted(legal))}")
+        if kv_cache_gib is not None and not 0 < kv_cache_gib < math.inf:
+            raise InvalidValueError("kv_cache_gib", kv_cache_gib, "a finite number above 0")
         overrides = {"stages": stages, "tensor": tensor, "data": data, **engine_options}
         optional = {"num_speculative_tokens": num_speculative_tokens, "max_model_len": max_model_len}
         overrides |= {name: value for name, value in optional.items() if value is not None}
@@ -110,8 +114,11 @@ class LLM:
             overrides=overrides,
         )
         _prepare(stages * tensor * data, compile_cache)
-        progress = _Progress() if use_tqdm else None
-        self._engine: Engine | None = build_engine(options, progress or _silent)
+        bars = PhaseBars()
+        try:
+            self._engine: Engine | None = build_engine(options, bars if use_tqdm else _silent)
+        finally:
+            bars.close()
         self._ids = itertools.count()
 
     @property
@@ -242,24 +249,6 @@ class LLM:
             for request_id in unfinished:
                 engine.abort(request_id)
         return outputs
-
-
-class _Progress:
-    """One bar for each phase of loading."""
-
-    def __init__(self):
-        self._bar: tqdm | None = None
-
-    def __call__(self, phase: str, done: float, total: float) -> None:
-        if self._bar is None:
-            self._bar = tqdm(
-                desc=phase, total=total, bar_format="{desc:<10}{percentage:4.0f}% |{bar:30}| {elapsed}"
-            )
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
-        if done >= total:
-            self._bar.close()
-            self._bar = None
 
 
 def _silent(phase: str, done: float, total: float) -> None:

@@ -42,11 +42,12 @@ class SamplingParams:
         checks = (
             ("temperature", 0 <= self.temperature <= 100, "a number from 0 to 100"),
             ("top_p", 0 < self.top_p <= 1, "a number above 0 and up to 1"),
-            ("top_k", self.top_k >= -1, "-1 or 0 (off) or a positive integer"),
+            ("top_k", -1 <= self.top_k < 2**31, "-1 or 0 (off) or a positive 32-bit integer"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "an integer of at least 1"),
             ("n", 1 <= self.n <= 64, "1 to 64"),
             ("stop", all(self.stop), "non-empty strings"),
+            ("stop_token_ids", all(0 <= t < 2**31 for t in self.stop_token_ids), "token ids"),
             (
                 "num_speculative_tokens",
                 self.num_speculative_tokens is None or self.num_speculative_tokens >= 0,
@@ -96,7 +97,10 @@ def expand_request(
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationStats:
-    """What speculation did for one request. Histogram entry j: rounds that accepted exactly j drafts."""
+    """What speculation did for one request, over the rounds that verified at least one draft.
+
+    Index j of the histogram: rounds that accepted exactly j drafts.
+    """
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -105,7 +109,7 @@ class SpeculationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a round, the bonus token included; 1.0 for plain decoding, 0.0 before the first round."""
+        """Tokens a round, the bonus token included; 0.0 where nothing was drafted."""
         return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 0.0
 
     @property

@@ -14,14 +14,14 @@ def make_mesh(stages: int, data: int = 1, tensor: int = 1, devices: Sequence | N
     """The engine's mesh over the first `stages * data * tensor` devices.
 
     Raises:
-      ValueError: fewer devices than the mesh needs; names the flags and the counts.
+      ValueError: fewer devices than the mesh needs; its text says what would be legal.
     """
     devices = jax.devices() if devices is None else devices
     need = stages * data * tensor
     if need > len(devices):
         raise ValueError(
-            f"--stages {stages} x --data {data} x --tensor {tensor} needs {need} devices; "
-            f"this process sees {len(devices)}"
+            f"stages x data x tensor ({stages} x {data} x {tensor} = {need}) up to {len(devices)}, "
+            "the devices of this process"
         )
     grid = np.array(devices[:need]).reshape(stages, data, tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)

@@ -2,8 +2,8 @@
 
 Models and the engine name *logical* axes; this table alone says which mesh axis each one lies on.
 The trunk is split over `stage` (layers) and `tensor` (heads, ffn columns). The head - embedding,
-LM head, final norm, MTP module - is not on the last stage: it is spread over `stage` x `tensor`,
-so that every stage does its share of verification and drafting (see ARCHITECTURE.md).
+LM head, MTP module - is not on the last stage: it is spread over `stage` x `tensor`, so that every
+stage does its share of verification and drafting (see ARCHITECTURE.md).
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ LOGICAL_AXES: dict[str, MeshAxes] = {
     "layer_stage": STAGE,  # leading axis of stacked trunk weights, caches and flights
     "kv_heads": TENSOR,  # trunk attention, grouped by KV head
     "ffn": TENSOR,
-    "vocab": (STAGE, TENSOR),  # embedding rows and LM-head columns
+    "vocab": (STAGE, TENSOR),  # rows of the embedding and of the LM head
     "mtp_kv_heads": (STAGE, TENSOR),
     "mtp_ffn": (STAGE, TENSOR),
     "mtp_out": (STAGE, TENSOR),  # output features of the MTP input projection

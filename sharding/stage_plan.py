@@ -32,8 +32,9 @@ class StagePlan:
         return any(self.layer_at(slot, stage) is None for stage in range(self.num_stages))
 
     def describe(self) -> str:
-        """Layers of each stage, such as `0-14 | 15-29`."""
-        return " | ".join(f"{stage[0]}-{stage[-1]}" for stage in self.layers)
+        """Layers of each stage, such as `layers 0-14 | 15-29`, and what empty slots cost."""
+        text = "layers " + " | ".join(f"{stage[0]}-{stage[-1]}" for stage in self.layers)
+        return f"{text} ({self.overhead:.0%} of the slots are empty)" if self.overhead else text
 
     @property
     def overhead(self) -> float:
@@ -49,10 +50,10 @@ def balanced_plan(num_layers: int, num_stages: int) -> StagePlan:
     ((0, 1, 2), (3, 4), (5, 6))
 
     Raises:
-      ValueError: more stages than layers.
+      ValueError: more stages than layers; its text says what would be legal.
     """
     if not 1 <= num_stages <= num_layers:
-        raise ValueError(f"--stages: got {num_stages}; expected 1 to {num_layers}, the model's layer count")
+        raise ValueError(f"1 to {num_layers}, the model's number of layers")
     base, longer = divmod(num_layers, num_stages)
     cuts, first = [], 0
     for stage in range(num_stages):

@@ -51,11 +51,6 @@ class BucketTable:
         rounds = [Bucket(r, rows[-1], width[-1], 0) for r in self.rounds[1:]]
         return list(dict.fromkeys([*small, *large, *rounds]))
 
-    def soon(self) -> list[Bucket]:
-        """What a second client will want: compiled in the background once the engine serves."""
-        rows = self.rows[min(1, len(self.rows) - 1)]
-        return [Bucket(1, rows, self.widths[0], 0), Bucket(1, rows, self.widths[0], self.chunks[-1])]
-
     def wider(self, bucket: Bucket) -> Bucket | None:
         """The bucket that follows when contexts outgrow this one; None for the widest."""
         larger = [width for width in self.widths if width > bucket.width]

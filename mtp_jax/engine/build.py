@@ -98,15 +98,20 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
       InvalidValueError: an option that cannot work, with the flag's name.
     """
     source = source or resolve_model(options.model)
+    source.tokenizer()  # a missing one should be known now, not after the weights are read
+    if options.kv_cache_gib is not None and "num_pages" in options.overrides:
+        raise InvalidValueError("--kv-cache-gib", options.kv_cache_gib, "not both this and --num-pages")
     model = source.config
     check_supported(model)
     read_mtp = _mtp_reader(options, source)
     config = _resolve(options, model, has_mtp=read_mtp is not None)
     if config.data > 1 or config.tensor > 1:
         raise UnsupportedHereError("--data and --tensor above 1 are not supported yet; use --stages")
-    mesh = _checked(make_mesh, config.stages, config.data, config.tensor)
+    mesh = _checked("--stages", config.stages, lambda: make_mesh(config.stages, config.data, config.tensor))
     placement = make_placement(mesh, dividing_sizes(model))
-    stage_plan = _checked(balanced_plan, model.num_hidden_layers, config.stages)
+    stage_plan = _checked(
+        "--stages", config.stages, lambda: balanced_plan(model.num_hidden_layers, config.stages)
+    )
     with_mtp = config.num_speculative_tokens > 0
     layout = WeightLayout(model, stage_plan, placement, jnp.dtype(config.dtype), with_mtp)
     memory = plan_memory(layout, config, options.kv_cache_gib, "num_pages" in options.overrides)
@@ -140,8 +145,6 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
         report("compiling", index, len(first))
         executables.compile(bucket)
     report("compiling", len(first), len(first))
-    for bucket in table.soon():
-        executables.want(bucket)
     scheduler = Scheduler(
         config,
         eos_token_ids=layout.model.eos_token_ids,
@@ -232,9 +235,9 @@ def _resolve(options: EngineOptions, model: ModelConfig, *, has_mtp: bool) -> En
     return config
 
 
-def _checked(make: Callable, *args: object):
-    """Sharding knows nothing of this package's errors; its ValueErrors are the caller's mistakes too."""
+def _checked[T](flag: str, got: int, make: Callable[[], T]) -> T:
+    """Sharding knows nothing of this package's errors: its ValueErrors say what is legal, not the flag."""
     try:
-        return make(*args)
+        return make()
     except ValueError as error:
-        raise InvalidValueError("--stages", args[-1], str(error)) from error
+        raise InvalidValueError(flag, got, str(error)) from error

@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import jax
-
 from mtp_jax.engine.buckets import Bucket
 from mtp_jax.engine.plan_arrays import PlanArrays
 from mtp_jax.engine.state import EngineState
@@ -57,6 +55,7 @@ class Executables:
         self._compiling = threading.Lock()
         self._wanted: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._asked: set[Bucket] = set()
+        self._closing = False
         self._thread: threading.Thread | None = None
         self.compile_seconds: dict[Bucket, float] = {}
         if background:
@@ -95,16 +94,17 @@ class Executables:
     def close(self) -> None:
         """Ends the background work after the compile that is under way: a compiler must not be torn down."""
         if self._thread is not None:
-            while not self._wanted.empty():
-                self._wanted.get()
+            self._closing = True  # what is still wanted is not compiled any more
             self._wanted.put(None)
             self._thread.join()
             self._thread = None
 
     def _work(self) -> None:
         while (bucket := self._wanted.get()) is not None:
+            if self._closing:
+                continue
             try:
                 self.compile(bucket)
-            except jax.errors.JaxRuntimeError:
+            except Exception:
                 # The engine goes on with the larger bucket; say so rather than end it.
                 log.exception("could not compile %s", bucket)

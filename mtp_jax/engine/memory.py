@@ -65,22 +65,53 @@ def plan_memory(
     page = state_bytes(2) - state_bytes(1)
     other = state_bytes(1) - page
     available = device_memory_bytes()
-    most = config.max_num_seqs * config.pages_per_slot  # more could never be used
+    request = config.pages_per_slot  # one request of the longest kind must fit
+    free = None if available is None else max(0, available - weights - other)
     if kv_cache_gib is not None:
         num_pages = int(kv_cache_gib * 2**30 / page)
     elif pages_given:
         num_pages = config.num_pages
-    elif available is None:
-        num_pages = min(most, max(CPU_CACHE_BYTES // page, config.pages_per_slot))
+    elif free is None:
+        num_pages = max(CPU_CACHE_BYTES // page, request)
     else:
-        num_pages = min(most, int((available - weights - other) * CACHE_SHARE / page))
+        num_pages = int(free * CACHE_SHARE / page)
+    # XLA indexes a cache in 32 bits; without a prefix cache, pages beyond all slots could never be used.
+    num_pages = min(num_pages, (2**31 - 1) // _elements_per_page(layout, config))
+    if not (config.enable_prefix_caching or pages_given):
+        num_pages = min(num_pages, config.max_num_seqs * request)
     plan = MemoryPlan(weights, page, num_pages, config.page_size, other, available)
-    if available is not None and weights + other + plan.cache > available:
-        legal = f"at most {available / 2**30:.1f} GiB; use fewer --num-pages or more --stages"
-        raise InvalidValueError("memory a device", f"{(weights + plan.cache) / 2**30:.1f} GiB", legal)
-    if num_pages < 1:
-        raise InvalidValueError("--kv-cache-gib", kv_cache_gib, f"at least {page / 2**30:.6f}, one page")
+    _check_memory(plan, config, kv_cache_gib, pages_given)
     return plan
+
+
+def _elements_per_page(layout: WeightLayout, config: EngineConfig) -> int:
+    return config.page_size * layout.model.num_key_value_heads * layout.model.head_dim
+
+
+def _check_memory(
+    plan: MemoryPlan, config: EngineConfig, kv_cache_gib: float | None, pages_given: bool
+) -> None:
+    """Raises InvalidValueError, naming what the user can change, where the plan cannot work."""
+    gib = 2**30
+    fixed = plan.weights + plan.other
+    if plan.num_pages < 1 or (not pages_given and plan.num_pages < config.pages_per_slot):
+        if kv_cache_gib is not None:
+            least = config.pages_per_slot * plan.page / gib
+            raise InvalidValueError(
+                "--kv-cache-gib", kv_cache_gib, f"at least {least:.3f}, one request's pages"
+            )
+        got = f"{fixed / gib:.2f} GiB of weights and {config.pages_per_slot * plan.page / gib:.2f} GiB a request"
+        limit = (plan.available or 0) / gib
+        legal = f"up to {limit:.2f} GiB a device; try more --stages or a smaller --max-model-len"
+        raise InvalidValueError("--model", got, legal)
+    if plan.available is not None and fixed + plan.cache > plan.available:
+        flag, got = (
+            ("--kv-cache-gib", kv_cache_gib) if kv_cache_gib is not None else ("--num-pages", plan.num_pages)
+        )
+        most = max(0, plan.available - fixed)
+        raise InvalidValueError(
+            flag, got, f"at most {most / gib:.2f} GiB, which is {most // plan.page} pages"
+        )
 
 
 def _bytes_per_device(

@@ -32,15 +32,18 @@ class Completion:
 
         Tokens of one round are taken one by one, so that a stop string inside it drops the later ones.
         """
-        if not update.is_first:
+        if update.num_drafts:
             self._accepted[update.num_accepted] += 1
             self._num_drafts += update.num_drafts
         reason = FinishReason(update.finish_reason) if update.finish_reason else None
-        stop_reason: int | str | None = update.stop_token if reason is FinishReason.STOP else None
+        ends_here = reason is FinishReason.STOP  # by the last of these tokens
+        stop_reason: int | str | None = None  # stays None for the model's own end-of-sequence token
+        if ends_here and update.stop_token in self._request.params.stop_token_ids:
+            stop_reason = update.stop_token
         pieces, taken = [], 0
         for token in update.token_ids:
             taken += 1
-            if taken == len(update.token_ids) and stop_reason is not None:
+            if taken == len(update.token_ids) and ends_here:
                 break  # a stop token is counted, and is no part of the text
             text = self._detokenizer.push((token,))
             if self._stops is None:

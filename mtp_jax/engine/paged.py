@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mtp_jax.models.layers import KVCache
 
-NEVER = jnp.iinfo(jnp.int32).min // 2  # a position that no mask lets through
+MASKED = -1e30  # score of a position that is not seen
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +62,7 @@ class PagedAttention:
         """q [M, G, Q, H], k and v [M, G, H] -> ([M, G, Q, H], the cache with the new rows)."""
         page, offset = self.write_index(cache[0].shape[0])
         keys, values = (
-            _write_rows(old, new.astype(old.dtype), page, offset)
+            _write_rows(old, _finite(new.astype(old.dtype)), page, offset)
             for old, new in zip(cache, (k, v), strict=True)
         )
         # Without the barrier XLA fuses the write into the reads once more, and must then keep the old cache.
@@ -73,6 +73,11 @@ class PagedAttention:
             mixed.append(_attend(rows, keys, values, segment))
             first += segment.num_tokens
         return jnp.concatenate(mixed), (keys, values)
+
+
+def _finite(rows: jax.Array) -> jax.Array:
+    """Rows without inf and NaN: a masked position weighs 0, and 0 times inf would spoil a page's next use."""
+    return jnp.nan_to_num(rows)
 
 
 def sink_pages(most_rows: int, page_size: int) -> int:
@@ -102,7 +107,7 @@ def _attend(q: jax.Array, keys: jax.Array, values: jax.Array, segment: Segment) 
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     scores = jnp.einsum("btgqh,bsgh->bgqts", q, k, precision=precision, preferred_element_type=jnp.float32)
     seen = jnp.arange(w * page_size) <= segment.positions[:, :, None]  # B T S
-    scores = jnp.where(seen[:, None, None], scores * h**-0.5, NEVER)
+    scores = jnp.where(seen[:, None, None], scores * h**-0.5, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("bgqts,bsgh->btgqh", weights, v, precision=precision)
     return out.reshape(b * t, *out.shape[2:])

@@ -10,10 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig
 from mtp_jax.engine.buckets import Bucket
-from mtp_jax.scheduler.plan import DispatchPlan, RowResult, SlotView
+from mtp_jax.scheduler.plan import DEVICE_STOP_TOKENS, DispatchPlan, RowResult, SlotView
 from sharding.placement import Placement
 
-MAX_STOP_IDS = 8  # stop tokens that the device itself watches for, a slot
 RESULT_FIELDS = 5  # columns of a result row before its tokens: slot, generation, count, drafts, accepted
 
 
@@ -42,7 +41,7 @@ class PlanArrays:
     num_drafts: (
         jax.Array | None
     )  # U; None where K = 0 (an unused input crashes Shardy's compiler, jax 0.11.2)
-    stop_ids: jax.Array  # U MAX_STOP_IDS, -1: none
+    stop_ids: jax.Array  # U DEVICE_STOP_TOKENS, -1: none
     table: jax.Array  # U W
     temperature: jax.Array  # U float32
     top_k: jax.Array  # U
@@ -71,7 +70,7 @@ class PlanWriter:
             "capacity": np.zeros(u, np.int32),
             "max_total": np.zeros(u, np.int32),
             "num_drafts": np.zeros(u, np.int32),
-            "stop_ids": np.full((u, MAX_STOP_IDS), -1, np.int32),
+            "stop_ids": np.full((u, DEVICE_STOP_TOKENS), -1, np.int32),
             "temperature": np.zeros(u, np.float32),
             "top_k": np.zeros(u, np.int32),
             "top_p": np.ones(u, np.float32),
@@ -122,8 +121,8 @@ class PlanWriter:
         return {"capacity": self._columns["capacity"]} if grown else {}
 
     def _put_request(self, index: int, slot: SlotView) -> None:
-        stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
-        stop_ids[: len(slot.stop_token_ids)] = slot.stop_token_ids[:MAX_STOP_IDS]
+        stop_ids = np.full(DEVICE_STOP_TOKENS, -1, np.int32)
+        stop_ids[: len(slot.stop_token_ids)] = slot.stop_token_ids[:DEVICE_STOP_TOKENS]
         values = {
             "generation": slot.generation,
             "max_total": slot.max_total,

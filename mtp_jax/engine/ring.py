@@ -79,12 +79,13 @@ class Ring:
         leaving = (tick + 1) % z
         if entering is not None:
             state = self._enter_chunk(state, tick % z, entering)
+        busy = self._busy_stages(state)
         rows_x, lane_x, caches = self._run_stage(state, here)
         state = dataclasses.replace(state, caches=caches)
         state, results = self._run_head(state, leaving, rows_x, lane_x)
         flight, embedded = self._rebuild(state, leaving)
         state = dataclasses.replace(state, flight=flight)
-        return self._pass_on(state, rows_x, lane_x, embedded), results, self._busy_stages(state, tick)
+        return self._pass_on(state, rows_x, lane_x, embedded), results, busy
 
     # Reading flights
 
@@ -105,12 +106,15 @@ class Ring:
         valid = live & (self.plan.generation[slot] == generation)
         return Chunk(slot, start, count, following, tokens[: self.bucket.chunk], valid), generation
 
-    def _busy_stages(self, state: EngineState, tick: jax.Array) -> jax.Array:
-        """Stages that have something valid to do at this tick, from the replicated flights."""
-        busy = jnp.int32(0)
-        for stage in range(self.num_stages):
-            busy += self._has_work(state, (tick - stage) % self.num_stages).astype(jnp.int32)
-        return busy
+    def _busy_stages(self, state: EngineState) -> jax.Array:
+        """Stages that have something valid to do: each group, and each chunk, is in exactly one stage."""
+        flight, lane, current = state.flight, state.lane, self.plan.generation
+        rows = slice(0, self.bucket.rows)
+        busy = flight.live[:, rows] & (current[flight.slot[:, rows]] == flight.generation[:, rows])
+        busy = jnp.any(busy, axis=1)
+        if self.bucket.chunk:
+            busy |= lane.live & (current[lane.slot] == lane.generation)
+        return jnp.sum(busy, dtype=jnp.int32)
 
     def _has_work(self, state: EngineState, index: jax.Array) -> jax.Array:
         work = jnp.any(self._group(state.flight, index).valid)
@@ -194,7 +198,12 @@ class Ring:
         """Verifies and drafts what leaves the last stage. Returns (state, results [rows, fields])."""
         rows, chunk = self._leaving(state, leaving)
         hidden = self._from_last_stage(rows_x)
-        lane_hidden = None if lane_x is None else self._from_last_stage(lane_x)
+        lane_hidden = None
+        if lane_x is not None:
+            assert chunk is not None
+            if self.head.mtp is None:  # only the last token's row is of use
+                lane_x = jax.lax.dynamic_slice_in_dim(lane_x, chunk.count - 1, 1)
+            lane_hidden = self._from_last_stage(lane_x)
 
         def run(slots, mtp_cache, hidden, lane_hidden):
             return self.head(slots, mtp_cache, rows, chunk, hidden, lane_hidden)

@@ -39,7 +39,16 @@ def uniform(seed: jax.Array, position: jax.Array, vocab_ids: jax.Array, stream: 
     zero = sum((word & 0 for word in words[1:]), words[0] & 0)
     words = [word + zero for word in words]
     bits, _ = threefry2x32_p.bind(*words)
-    return ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-24
+    return unit_interval(bits)
+
+
+def unit_interval(bits: jax.Array) -> jax.Array:
+    """Random uint32 words as fp32 in the open (0, 1): from 2**-24 to 1 - 2**-24.
+
+    23 bits and a half are exact in fp32. With one bit more the largest would round to 1, whose Gumbel noise
+    is infinite: one token in some millions of draws would win whatever its logit.
+    """
+    return ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
 
 
 def gumbel(seed: jax.Array, position: jax.Array, vocab_ids: jax.Array, stream: int) -> jax.Array:
@@ -72,6 +81,8 @@ def keep_top(logits: jax.Array, rows: RowSampling) -> jax.Array:
     kept = order >= by_count[..., None]
     weights = jnp.where(kept, jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
     by_mass = _threshold(order, weights, rows.top_p * jnp.sum(weights, axis=-1))
+    # A top_p that flushes to zero asks for no mass at all: the best token stays.
+    by_mass = jnp.minimum(by_mass, jnp.max(order, axis=-1))
     by_mass = jnp.where(warm & (rows.top_p < 1), by_mass, jnp.uint32(0))
     return jnp.where(kept & (order >= by_mass[..., None]), logits, -jnp.inf)
 

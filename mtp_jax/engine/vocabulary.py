@@ -38,7 +38,7 @@ class Vocabulary:
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """This device's logits [M, V / devices], fp32, of post-norm hidden [M, D]; padding ids are -inf."""
-        logits = linear(hidden, self.lm_head).astype(jnp.float32)
+        logits = linear(hidden, self.lm_head, jnp.dtype(jnp.float32))
         if self.devices * self.embedding.shape[0] == self.size:
             return logits
         return jnp.where(self.ids < self.size, logits, -jnp.inf)
@@ -47,9 +47,12 @@ class Vocabulary:
         """Best id [M] int32 of spread scores [M, V / devices]; the lowest of equals."""
         best = jnp.max(scores, axis=-1)
         at = self.ids[0] + jnp.argmax(scores, axis=-1).astype(jnp.int32)
-        bests, ats = (jax.lax.all_gather(x, HEAD_AXES, to="invarying") for x in (best, at))
+        # One collective for both: ids travel as the bits of floats.
+        pair = jnp.stack([best, jax.lax.bitcast_convert_type(at, jnp.float32)])
+        bests, ats = jnp.moveaxis(jax.lax.all_gather(pair, HEAD_AXES, to="invarying"), 1, 0)
         winner = jnp.argmax(bests, axis=0)
-        return jnp.take_along_axis(ats, winner[None], axis=0)[0]
+        winning = jnp.take_along_axis(ats, winner[None], axis=0)[0]
+        return jax.lax.bitcast_convert_type(winning, jnp.int32)
 
     def add_noise(self, scaled: jax.Array, rows: RowSampling, stream: int) -> jax.Array:
         """Gumbel noise for this device's ids, where the temperature is above 0. [..., V / devices]."""

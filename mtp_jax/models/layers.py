@@ -35,12 +35,16 @@ class Attend(Protocol):
 KVCache = tuple[jax.Array, jax.Array]  # keys and values, each [P, page_size, G, H]
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [M, in] times weight [out..., in] -> [M, out...]; fp32 in full precision on every platform."""
+def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """x [M, in] times weight [out..., in] -> [M, out...]; fp32 in full precision on every platform.
+
+    `out_dtype` keeps more of the sums than x's own type would.
+    """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     # One flat matrix: around an output of several axes XLA would transpose the whole weight first.
     flat = weight.reshape(-1, weight.shape[-1])
-    out = jax.lax.dot_general(x, flat, (((1,), (1,)), ((), ())), precision=precision)
+    contract = (((1,), (1,)), ((), ()))
+    out = jax.lax.dot_general(x, flat, contract, precision=precision, preferred_element_type=out_dtype)
     return out.reshape(x.shape[0], *weight.shape[:-1])
 
 

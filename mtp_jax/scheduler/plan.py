@@ -9,6 +9,8 @@ may lie in the next dispatch.
 
 import dataclasses
 
+DEVICE_STOP_TOKENS = 8  # stop tokens of a slot that the device watches for; the host checks them all
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:

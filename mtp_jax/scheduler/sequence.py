@@ -6,9 +6,9 @@ from mtp_jax.config import EngineConfig
 from mtp_jax.errors import InvalidRequestError
 from mtp_jax.request import EngineRequest, FinishReason
 from mtp_jax.scheduler.pages import ROOT
-from mtp_jax.scheduler.plan import SlotView
+from mtp_jax.scheduler.plan import DEVICE_STOP_TOKENS, SlotView
 
-DEVICE_STOP_TOKENS = 8  # the device watches for this many; the host checks them all
+NEAR_GREEDY = 1e-5  # temperatures below it only overflow; their distribution is the greedy one
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,7 +61,7 @@ class Sequence:
             pages=self.pages,
             max_total=self.max_total,
             num_drafts=self.num_drafts,
-            temperature=params.temperature,
+            temperature=params.temperature if params.temperature >= NEAR_GREEDY else 0.0,
             top_k=max(params.top_k, 0),
             top_p=params.top_p,
             seed=self.request.seed,

@@ -1,12 +1,14 @@
 """Flags of the server, its configuration file, and what both come to: `ServeOptions`.
 
-Every default is read from a dataclass, so that help text and behaviour cannot drift. Three layers,
-the later wins: defaults, the --config file, the command line.
+Every default is read from a dataclass, so that help text and behaviour cannot drift; where the engine
+chooses by model and device, help says so (`CHOSEN`). Three layers, the later wins: defaults, the
+--config file, the command line.
 """
 
 import argparse
 import dataclasses
 import difflib
+import math
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +61,7 @@ def flag_of(field: str) -> str:
 def _number(
     kind: type[int] | type[float], low: float, high: float | None = None
 ) -> Callable[[str], int | float]:
-    word = "an integer" if kind is int else "a number"
+    word = "an integer" if kind is int else "a finite number"
     legal = f"{word} of at least {low}" if high is None else f"{word} from {low} to {high}"
 
     def parse(text: str) -> int | float:
@@ -67,22 +69,29 @@ def _number(
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not low <= value or (high is not None and value > high):
+        if value is None or not math.isfinite(value) or not low <= value <= (value if high is None else high):
             raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}")
         return value
 
     return parse
 
 
+def _text(text: str) -> str:
+    """Any text but none: an empty variable in a script must not become an empty API key or address."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a text that is not empty")
+    return text
+
+
 _INTEGER = _number(int, 0)  # EngineConfig knows the ranges
-# Group -> flag field -> (help, how to read it, choices). None reads text.
-_Flag = tuple[str, Callable[[str], object] | None, tuple[str, ...] | None]
+# Group -> flag field -> (help, how to read it, choices).
+_Flag = tuple[str, Callable[[str], object], tuple[str, ...] | None]
 FLAGS: dict[str, dict[str, _Flag]] = {
     "model": {
-        "model": ("Hugging Face directory or GGUF file; without it, the default model", None, None),
-        "served_model_name": ("name that clients ask for ('default' always works)", None, None),
-        "mtp_head": ("file or directory with the weights of an MTP module", None, None),
-        "dtype": ("type of weights and caches; auto chooses by device and checkpoint", None, DTYPES),
+        "model": ("Hugging Face directory or GGUF file; without it, the default model", _text, None),
+        "served_model_name": ("name that clients ask for ('default' always works)", _text, None),
+        "mtp_head": ("file or directory with the weights of an MTP module", _text, None),
+        "dtype": ("type of weights and caches; auto is float32 on CPU and bfloat16 elsewhere", _text, DTYPES),
     },
     "layout": {
         "stages": ("pipeline stages", _INTEGER, None),
@@ -100,23 +109,32 @@ FLAGS: dict[str, dict[str, _Flag]] = {
             None,
         ),
         "num_speculative_tokens": ("drafts a round, 0 to 8", _INTEGER, None),
-        "draft_sampling": ("how drafts are chosen when sampling", None, ("greedy", "probabilistic")),
+        "draft_sampling": ("how drafts are chosen when sampling", _text, ("greedy", "probabilistic")),
         "prefill_chunk": ("prompt tokens in a tick at most", _INTEGER, None),
         "max_rounds": ("rounds of the ring in a dispatch at most: 1, 2, 4 or 8", _INTEGER, None),
-        "compile_cache": ("folder for compiled programs, or 'off'", None, None),
+        "compile_cache": ("folder for compiled programs, or 'off'", _text, None),
     },
     "server": {
-        "host": ("address to listen on", None, None),
+        "host": ("address to listen on", _text, None),
         "port": ("port to listen on; 0 takes a free one", _number(int, 0, 65535), None),
-        "api_key": ("key that clients must send; /health, /ready and /metrics stay open", None, None),
+        "api_key": ("key that clients must send; /health, /ready and /metrics stay open", _text, None),
         "max_body_mib": ("largest request body, in MiB", _number(float, 0.001), None),
         "drain_timeout": ("seconds that running requests get to finish on SIGTERM", _number(float, 0), None),
         "watchdog_timeout": ("seconds after which a single step counts as hung", _number(float, 1), None),
-        "log_level": ("least severity that is logged", None, ("debug", "info", "warning", "error")),
-        "log_format": ("text or one JSON object a line", None, ("text", "json")),
+        "log_level": ("least severity that is logged", _text, ("debug", "info", "warning", "error")),
+        "log_format": ("text or one JSON object a line", _text, ("text", "json")),
     },
 }
 _ENGINE_FIELDS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+# Fields whose values `engine.build` chooses unless they are given -> what help says of their defaults.
+CHOSEN = {
+    "max_num_seqs": f"chosen for the device; {EngineConfig.max_num_seqs} on CPU",
+    "max_model_len": f"chosen for model and device; at most {EngineConfig.max_model_len} on CPU",
+    "num_pages": "chosen for model and device; what memory allows",
+    "num_speculative_tokens": "chosen for the model; 1 with an MTP module, else 0",
+    "prefill_chunk": f"chosen for the device; {EngineConfig.prefill_chunk} on CPU",
+    "max_rounds": f"chosen for the device; {EngineConfig.max_rounds} on CPU",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -135,16 +153,16 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         description="Serve a model over HTTP with OpenAI's API.",
     )
     defaults = {field.name: getattr(ServeOptions(), field.name) for field in dataclasses.fields(ServeOptions)}
-    defaults = _ENGINE_FIELDS | defaults
+    defaults = _ENGINE_FIELDS | defaults  # ServeOptions wins: "auto" is none of EngineConfig's types
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for field, (text, read, choices) in flags.items():
-            default = defaults[field]
+            default = CHOSEN.get(field, defaults[field])
             shown = text if default is None else f"{text} (default: {default})"
             group.add_argument(
                 flag_of(field),
                 dest=field,
-                type=read or str,
+                type=read,
                 choices=choices,
                 help=shown.replace("%", "%%"),
                 metavar=None if choices else field.rsplit("_", 1)[-1].upper(),
@@ -236,9 +254,9 @@ def _file_value(action: argparse.Action, value: object, where: str) -> object:
         raise InvalidValueError(where, value, "one text or number")
     if action.choices is not None and value not in action.choices:
         raise InvalidValueError(where, value, " or ".join(map(str, action.choices)))
-    if action.type is str and not isinstance(value, str):
+    if action.type is _text and not isinstance(value, str):
         raise InvalidValueError(where, value, "a text in quotes")
-    if action.type is not str and isinstance(value, str):
+    if action.type is not _text and isinstance(value, str):
         raise InvalidValueError(where, value, "a number without quotes")
     assert callable(action.type)
     try:

@@ -18,8 +18,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import EngineDeadError, InvalidRequestError
+from mtp_jax.progress import Report
 from mtp_jax.request import EngineRequest, RequestOutput
-from mtp_jax.server.interface import EngineCore, Observer, Report, Timing
+from mtp_jax.server.interface import EngineCore, Observer, Timing
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class State(enum.Enum):
 
 
 class ServerStoppingError(RuntimeError):
-    """The request was cut short because the server's drain time is over."""
+    """The server is draining: the request was not admitted, or was cut short when the time was over."""
 
 
 @dataclasses.dataclass
@@ -145,8 +146,11 @@ class AsyncEngine:
 
         Raises:
           InvalidRequestError: the engine can never serve one of them.
+          ServerStoppingError: the server drains; another one may answer.
           EngineDeadError: the engine is not running.
         """
+        if self.draining:  # a request that was still being tokenized when the drain began
+            raise ServerStoppingError("the server is shutting down")
         if self.state is not State.READY:
             raise EngineDeadError(f"the engine is {self.state.value}")
         submission = Submission(self, requests)
@@ -166,15 +170,6 @@ class AsyncEngine:
         finally:
             self._admitting.discard(accepted)
         return submission
-
-    async def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
-        """The outputs of one request; closing or cancelling the generator aborts it."""
-        submission = await self.submit([request])
-        try:
-            async for _, output in submission:
-                yield output
-        finally:
-            submission.close()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests; unknown and finished ones are left alone."""
@@ -292,13 +287,17 @@ class AsyncEngine:
             failure = error
             if self._engine is not None:  # errors of loading are the caller's to report
                 log.critical("the engine died", exc_info=error)
+            self._post(self._ended, failure)  # before closing, which may wait for a compiler or hang
         try:
             if self._engine is not None:
                 self._engine.close()
         except Exception as error:
             log.exception("closing the engine failed")
-            failure = failure or error
-        self._post(self._ended, failure)
+            if failure is None:
+                self._post(self._ended, error)
+        else:
+            if failure is None:
+                self._post(self._ended, None)
 
     def _serve(self, engine: EngineCore) -> None:
         while True:

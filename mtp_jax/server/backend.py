@@ -7,8 +7,8 @@ import sys
 from mtp_jax.engine.build import EngineOptions, construct, draw_blueprint
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.prepare import CACHE_OFF, CacheCounter, prepare_jax
+from mtp_jax.progress import Report
 from mtp_jax.server.arguments import ServeOptions
-from mtp_jax.server.interface import Report
 
 log = logging.getLogger(__name__)
 

@@ -114,7 +114,7 @@ def _from_validation(error: RequestValidationError, request: Request) -> ApiErro
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Makes every error of `app` come out in OpenAI's shape."""
+    """Makes every error of `app` come out in OpenAI's shape; bugs are the `Gate`'s to answer."""
 
     @app.exception_handler(RequestValidationError)
     async def _validation(request: Request, error: RequestValidationError) -> Response:
@@ -125,14 +125,11 @@ def install_error_handlers(app: FastAPI) -> None:
         detail = str(error.detail)
         if detail == http.HTTPStatus(error.status_code).phrase:  # Starlette's own 404 and 405
             detail = f"{request.method} {request.url.path}: {detail}"
-        return ApiError(error.status_code, detail, headers=dict(error.headers or {})).response()
+        code = "body_too_large" if error.status_code == 413 else None  # the gate's own
+        return ApiError(error.status_code, detail, code=code, headers=dict(error.headers or {})).response()
 
     async def _known(request: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
     for kind in (ApiError, InvalidValueError, EngineDeadError, ServerStoppingError):
         app.add_exception_handler(kind, _known)
-
-    @app.exception_handler(Exception)
-    async def _bug(request: Request, error: Exception) -> Response:  # uvicorn logs the traceback
-        return as_api_error(error).response()

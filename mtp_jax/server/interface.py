@@ -1,14 +1,12 @@
 """What the front end needs of an engine and of a tokenizer, and what it tells the metrics."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.request import EngineRequest, RequestOutput
-
-Report = Callable[[str, float, float], None]  # phase, done, total
 
 
 @dataclasses.dataclass
@@ -24,11 +22,15 @@ class Timing:
 class Tokenizer(Protocol):
     """What the front end needs of `mtp_jax.text`'s tokenizer."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]: ...
+    def decode_batch(
+        self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True
+    ) -> list[str]: ...
+    def max_text_bytes(self, num_tokens: int) -> int: ...
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, object]],
+        /,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         **variables: object,

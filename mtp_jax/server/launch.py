@@ -19,13 +19,15 @@ import uvicorn
 
 from mtp_jax import __version__
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError
+from mtp_jax.progress import Report
 from mtp_jax.server.app import create_app
 from mtp_jax.server.arguments import ServeOptions, fail, parse_options
 from mtp_jax.server.async_engine import AsyncEngine, State
-from mtp_jax.server.interface import EngineCore, Report
+from mtp_jax.server.interface import EngineCore
 from mtp_jax.server.logs import Progress, configure_logging, curl_line
 from mtp_jax.server.metrics import ServerMetrics, describe_load
 from mtp_jax.server.middleware import GateOptions
+from mtp_jax.server.signals import exit_on_signals
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ def main(
     process = ServerProcess(options, source, listener, prog)
     with asyncio.Runner(loop_factory=process.http.config.get_loop_factory()) as runner:
         code = runner.run(process.run())
+    exit_on_signals()  # the loop has put Python's own handlers back
     if process.engine.state is not State.STOPPED:
         # Some thread may be inside a compiler, which must not have the interpreter torn down under it.
         sys.stderr.flush()

@@ -6,8 +6,7 @@ import shlex
 import sys
 import time
 
-from tqdm import tqdm
-
+from mtp_jax.progress import PhaseBars
 from mtp_jax.server.middleware import request_id
 
 log = logging.getLogger("mtp_jax")
@@ -44,33 +43,19 @@ class Progress:
 
     def __init__(self, structured: bool):
         self._structured = structured
-        self._bar: tqdm | None = None
+        self._bars = PhaseBars()
         self._phase = ""
         self._started = time.monotonic()
 
     def __call__(self, phase: str, done: float, total: float) -> None:
-        if self._structured:
-            if phase != self._phase:
-                log.info("%s", phase)
+        if not self._structured:
+            self._bars(phase, done, total)
+        elif phase != self._phase:
             self._phase = phase
-            return
-        if phase != self._phase:
-            self.close()
-            self._phase = phase
-            form = "{desc:<10}{percentage:4.0f}% |{bar:30}| {elapsed}"
-            # Into a file, a line now and then is enough.
-            interval = 0.1 if sys.stderr.isatty() else 5.0
-            self._bar = tqdm(total=total, desc=phase, bar_format=form, mininterval=interval, file=sys.stderr)
-        if self._bar is not None:
-            self._bar.total = total
-            self._bar.update(done - self._bar.n)
-            if done >= total:
-                self.close()
+            log.info("%s", phase)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._bars.close()
 
     @property
     def seconds(self) -> float:

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtp_jax.server.async_engine import AsyncEngine, State
-from mtp_jax.server.errors import ApiError, unavailable
+from mtp_jax.server.errors import ApiError, as_api_error, unavailable
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})  # need no key, and answer in every state
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")  # printable, no spaces: safe in a header and in a log line
@@ -26,7 +26,7 @@ class GateOptions:
 
 
 class Gate:
-    """ASGI middleware. Refuses by 401, 413 and 503; sets `request_id` and the X-Request-Id header."""
+    """ASGI middleware. Refuses by 401, 413 and 503; answers bugs by 500; sets `request_id` and X-Request-Id."""
 
     def __init__(self, app: ASGIApp, engine: AsyncEngine, options: GateOptions):
         self._app, self._engine, self._options = app, engine, options
@@ -40,16 +40,26 @@ class Gate:
         name = given if _CLIENT_ID.fullmatch(given) else uuid.uuid4().hex
         request_id.set(name)
 
+        started = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = name
+                started = True
             await send(message)
 
         refusal = None if scope["path"] in OPEN_PATHS else self._refusal(headers)
         if refusal is not None:
             await refusal.response()(scope, receive, send_with_id)
             return
-        await self._app(scope, self._bounded(receive), send_with_id)
+        try:
+            await self._app(scope, self._bounded(receive), send_with_id)
+        except Exception as error:
+            # Here and not in a handler of the application: those run outside of this middleware.
+            if not started:
+                await as_api_error(error).response()(scope, receive, send_with_id)
+            raise  # uvicorn logs the traceback
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         if self._options.api_key is not None:

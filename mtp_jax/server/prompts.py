@@ -1,6 +1,9 @@
 """From a request's body to engine requests: model name, token ids, limits."""
 
 import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 
 from mtp_jax.request import EngineRequest, SamplingParams, expand_request
 from mtp_jax.server.errors import ApiError
@@ -8,8 +11,9 @@ from mtp_jax.server.interface import EngineCore
 from mtp_jax.server.protocol import MAX_CHOICES, ChatBody, ChatMessage, CompletionBody
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat has none
-_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "documents"}  # set by the server
-_INLINE_CHARACTERS = 4096  # longer texts are tokenized off the event loop
+_TEMPLATE_NAMES = {"self", "messages", "tools", "add_generation_prompt", "documents"}  # set by the server
+_INLINE_CHARACTERS = 1024  # more are rendered and tokenized off the event loop
+_MESSAGE_CHARACTERS = 32  # what a message costs a template besides its content
 
 
 def check_model(engine: EngineCore, name: str | None) -> None:
@@ -19,31 +23,50 @@ def check_model(engine: EngineCore, name: str | None) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-async def encode(engine: EngineCore, text: str, add_special_tokens: bool, param: str) -> list[int]:
-    """Token ids; long texts are tokenized off the event loop."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can say \ud800, and no tokenizer can read it
-        message = f"{param}: expected text without unpaired surrogates"
-        raise ApiError(400, message, param, "invalid_value") from None
-    if len(text) <= _INLINE_CHARACTERS:
-        return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(engine.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+async def encode(
+    engine: EngineCore, texts: Sequence[str], add_special_tokens: bool, param: str
+) -> list[list[int]]:
+    """Token ids of each text; more than a few lines are tokenized off the event loop.
+
+    A text that cannot fit the context whatever its tokens are is refused before it is tokenized.
+    """
+    most = engine.tokenizer.max_text_bytes(engine.config.max_model_len)
+    for text in texts:
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:  # JSON can say \ud800, and no tokenizer can read it
+            message = f"{param}: expected text without unpaired surrogates"
+            raise ApiError(400, message, param, "invalid_value") from None
+        if size > most:
+            message = (
+                f"{param}: got {size} bytes of text; expected at most {most}, which is more than "
+                f"the context length of {engine.config.max_model_len} tokens can hold"
+            )
+            raise ApiError(400, message, param, "context_length_exceeded")
+    work = functools.partial(engine.tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens)
+    return await _off_loop(sum(map(len, texts)), work)
 
 
-def render_chat(
+async def _off_loop[T](num_characters: int, work: Callable[[], T]) -> T:
+    """Runs `work` in a thread, unless so few characters take less time than the thread would."""
+    return work() if num_characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+async def render_chat(
     engine: EngineCore,
     messages: list[ChatMessage],
     add_generation_prompt: bool,
     kwargs: dict[str, object] | None,
 ) -> str:
     """The chat template's text. Raises InvalidRequestError where the template refuses the messages."""
-    for name in _TEMPLATE_NAMES & set(kwargs or ()):
+    for name in sorted(_TEMPLATE_NAMES & set(kwargs or ())):
         message = f"chat_template_kwargs: got {name!r}; expected names that the server does not set itself"
         raise ApiError(400, message, "chat_template_kwargs", "invalid_value")
     plain = [message.as_template_message() for message in messages]
     variables = {"add_generation_prompt": add_generation_prompt} | (kwargs or {})
-    return engine.tokenizer.apply_chat_template(plain, **variables)  # pyright: ignore[reportArgumentType]
+    work = functools.partial(engine.tokenizer.apply_chat_template, plain, **variables)  # pyright: ignore
+    size = sum(_MESSAGE_CHARACTERS + len(message["content"]) for message in plain)
+    return await _off_loop(size, work)
 
 
 def check_token_ids(engine: EngineCore, ids: list[int], param: str) -> None:
@@ -75,6 +98,10 @@ def _check_length(
 
 
 def _check_params(engine: EngineCore, params: SamplingParams) -> None:
+    size = engine.model_config.vocab_size
+    if len(params.stop_token_ids) > size:
+        message = f"stop_token_ids: got {len(params.stop_token_ids)} ids; expected at most {size}"
+        raise ApiError(400, message, "stop_token_ids", "invalid_value")
     check_token_ids(engine, list(params.stop_token_ids), "stop_token_ids")
     limit = engine.config.num_speculative_tokens
     if params.num_speculative_tokens is not None and params.num_speculative_tokens > limit:
@@ -84,23 +111,26 @@ def _check_params(engine: EngineCore, params: SamplingParams) -> None:
 
 async def completion_requests(engine: EngineCore, body: CompletionBody, name: str) -> list[EngineRequest]:
     """Choices in OpenAI's order: all n of the first prompt, then of the second, ..."""
-    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params = body.sampling_params(max_tokens)
+    params = body.sampling_params(body.max_tokens)
     _check_params(engine, params)
     if len(body.prompt) * params.n > MAX_CHOICES:
         message = (
             f"prompt: got {len(body.prompt)} prompts × n = {params.n}; expected at most {MAX_CHOICES} choices"
         )
         raise ApiError(400, message, "prompt", "invalid_value")
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    encoded = await encode(engine, texts, body.add_special_tokens, "prompt") if texts else []
+    prompts = encoded or [prompt for prompt in body.prompt if not isinstance(prompt, str)]
     requests: list[EngineRequest] = []
-    for index, prompt in enumerate(body.prompt):
-        if isinstance(prompt, str):
-            ids = await encode(engine, prompt, body.add_special_tokens, "prompt")
-        else:
-            ids = prompt
+    for index, ids in enumerate(prompts):
+        _check_length(engine, len(ids), body.max_tokens, "prompt", "max_tokens")
+        if not texts:
             check_token_ids(engine, ids, "prompt")
-        _check_length(engine, len(ids), max_tokens, "prompt", "max_tokens")
-        requests += expand_request(f"{name}-{index}", ids, params)
+        own = params
+        if body.max_tokens is None:  # nobody asked for a length: what fits is no mistake
+            room = engine.config.max_model_len - len(ids)
+            own = dataclasses.replace(params, max_tokens=min(DEFAULT_COMPLETION_TOKENS, room))
+        requests += expand_request(f"{name}-{index}", ids, own)
     return requests
 
 
@@ -117,7 +147,7 @@ async def chat_requests(engine: EngineCore, body: ChatBody, name: str) -> list[E
         )
     params = body.sampling_params(max_tokens)
     _check_params(engine, params)
-    text = render_chat(engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-    ids = await encode(engine, text, False, "messages")  # the template writes special tokens itself
+    text = await render_chat(engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+    (ids,) = await encode(engine, [text], False, "messages")  # the template writes special tokens itself
     _check_length(engine, len(ids), max_tokens, "messages", param)
     return expand_request(name, ids, params)

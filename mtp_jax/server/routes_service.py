@@ -1,14 +1,31 @@
 """What operators ask: /health, /ready, /metrics; and vLLM's /tokenize and /detokenize."""
 
+import asyncio
+
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from mtp_jax.server.async_engine import AsyncEngine, State
-from mtp_jax.server.errors import RETRY_SECONDS
+from mtp_jax.server.errors import RETRY_SECONDS, ApiError
+from mtp_jax.server.interface import EngineCore
 from mtp_jax.server.metrics import CONTENT_TYPE, ServerMetrics
 from mtp_jax.server.prompts import check_model, check_token_ids, encode, render_chat
 from mtp_jax.server.protocol import DetokenizeBody, TokenizeBody
+
+MAX_CONTEXTS = 4  # tokens of one call that are turned into text, in context lengths
+
+
+def _check_count(engine: EngineCore, count: int, param: str) -> None:
+    limit = MAX_CONTEXTS * engine.config.max_model_len
+    if count > limit:
+        message = f"{param}: got {count} tokens; expected at most {limit}, {MAX_CONTEXTS} context lengths"
+        raise ApiError(400, message, param, "invalid_value")
+
+
+async def _decode(engine: EngineCore, sequences: list[list[int]]) -> list[str]:
+    """Texts with special tokens written out, decoded off the event loop."""
+    return await asyncio.to_thread(engine.tokenizer.decode_batch, sequences, skip_special_tokens=False)
 
 
 def service_routes(engine: AsyncEngine, metrics: ServerMetrics) -> APIRouter:
@@ -44,14 +61,16 @@ def service_routes(engine: AsyncEngine, metrics: ServerMetrics) -> APIRouter:
         core = engine.engine
         check_model(core, body.model)
         if body.messages is not None:
-            text = render_chat(core, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+            text = await render_chat(core, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
         else:
             text = body.prompt or ""
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        ids = await encode(core, text, special, "prompt" if body.messages is None else "messages")
+        param = "prompt" if body.messages is None else "messages"
+        (ids,) = await encode(core, [text], special, param)
         pieces = None
         if body.return_token_strs:
-            pieces = [core.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+            _check_count(core, len(ids), "return_token_strs")
+            pieces = await _decode(core, [[token] for token in ids])
         return {
             "count": len(ids),
             "max_model_len": core.config.max_model_len,
@@ -63,7 +82,9 @@ def service_routes(engine: AsyncEngine, metrics: ServerMetrics) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> dict:
         core = engine.engine
         check_model(core, body.model)
+        _check_count(core, len(body.tokens), "tokens")
         check_token_ids(core, body.tokens, "tokens")
-        return {"prompt": core.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        (text,) = await _decode(core, [body.tokens])
+        return {"prompt": text}
 
     return router

@@ -68,12 +68,11 @@ def render_chat(
     Raises:
       InvalidRequestError: field `messages`; the template refuses this conversation.
     """
-    names = {"tools": tools, "documents": None, **variables}
+    own = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
     try:
-        return _compile(template).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **names
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        # One mapping, because a name such as `self` could not be passed as a keyword.
+        return _compile(template).render({"documents": None, **variables, **own})
+    except Exception as error:  # whatever a template stumbles over, it is these messages and variables
         reason = f"messages that the model's chat template accepts ({error})"
         raise InvalidRequestError("messages", _short(messages), reason) from error
 

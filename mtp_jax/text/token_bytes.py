@@ -49,6 +49,7 @@ class TokenText:
         added = backend.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces: dict[int, Piece | None] = {}
+        self.longest = self._longest({token.content for token in added.values()})
 
     def piece(self, token_id: int) -> Piece | None:
         """The token's piece, or None for an id beyond the vocabulary."""
@@ -56,6 +57,15 @@ class TokenText:
             token = self._backend.id_to_token(token_id)
             self._pieces[token_id] = None if token is None else self._make(token, token_id in self._special)
         return self._pieces[token_id]
+
+    def _longest(self, added: set[str]) -> int:
+        """Bytes of text that a token stands for at most, or a little more."""
+        # Byte-level tokens have a character for each byte; added ones are plain text in either kind.
+        sizes = (
+            len(token) if self.byte_level and token not in added else len(token.encode())
+            for token in self._backend.get_vocab(with_added_tokens=True)
+        )
+        return max(sizes, default=1)
 
     def _make(self, token: str, special: bool) -> Piece:
         if self.byte_level:

@@ -42,14 +42,6 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
-    def bos_token_id(self) -> int | None:
-        return self._special_id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._special_id("eos_token")
-
-    @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
@@ -62,11 +54,29 @@ class Tokenizer:
         Raises:
           InvalidRequestError: half of a surrogate pair, which JSON can carry but no text can hold.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError("prompt", ascii(text[:40]), "text without lone surrogates") from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of several texts. Other threads run meanwhile.
+
+        Raises:
+          InvalidRequestError: half of a surrogate pair in one of them.
+        """
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                got = ascii(text[:40])
+                raise InvalidRequestError("prompt", got, "text without lone surrogates") from error
+        # The library's `encode` keeps the interpreter's lock for as long as it takes, `encode_batch` does not.
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def max_text_bytes(self, num_tokens: int) -> int:
+        """UTF-8 bytes that `num_tokens` tokens can stand for at most: longer texts need not be encoded."""
+        # Composing characters (NFC) makes them shorter, by no more than three times.
+        shrinks = 1 if self._backend.normalizer is None else 3
+        return num_tokens * self.token_text.longest * shrinks
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; ids beyond the vocabulary are left out.
@@ -74,17 +84,27 @@ class Tokenizer:
         Raises:
           InvalidRequestError: an id below zero or above 32 bits.
         """
-        if ids and not 0 <= min(ids) <= max(ids) < 2**32:
-            raise InvalidRequestError("tokens", [min(ids), max(ids)], f"ids from 0 to {self.vocab_size - 1}")
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.decode_batch([ids], skip_special_tokens)[0]
 
-    def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it (bytes in disguise), or None beyond the vocabulary."""
-        return self._backend.id_to_token(token_id)
+    def decode_batch(
+        self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True
+    ) -> list[str]:
+        """`decode` of several sequences. Other threads run meanwhile.
+
+        Raises:
+          InvalidRequestError: an id below zero or above 32 bits.
+        """
+        for ids in sequences:
+            if ids and not 0 <= min(ids) <= max(ids) < 2**32:
+                legal = f"ids from 0 to {self.vocab_size - 1}"
+                raise InvalidRequestError("tokens", [min(ids), max(ids)], legal)
+        lists = [list(ids) for ids in sequences]
+        return self._backend.decode_batch(lists, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
         messages: Sequence[Message],
+        /,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         **variables: object,
@@ -95,7 +115,8 @@ class Tokenizer:
           messages: mappings with `role` and `content`.
           tools: descriptions of functions, for templates that know them.
           add_generation_prompt: end with the opening of the assistant's turn.
-          variables: further names for the template, such as `enable_thinking`.
+          variables: further names for the template, such as `enable_thinking`; they cannot replace
+            those above.
 
         Raises:
           InvalidRequestError: field `messages`; there is no template, or it refuses the conversation.
@@ -108,7 +129,3 @@ class Tokenizer:
         return render_chat(
             template, messages, tools, add_generation_prompt, {**self._special_tokens, **variables}
         )
-
-    def _special_id(self, name: str) -> int | None:
-        token = self._special_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)

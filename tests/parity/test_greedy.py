@@ -1,5 +1,6 @@
 """Greedy text is the text of plain decoding, whatever the ring, the head, the batch or the caches do."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,6 +12,7 @@ from tests.parity.engines import MOST_TOKENS, PROMPT_LENGTHS, prompts, reference
 from tests.parity.rig import TINY, Job, RandomSource, greedy, renew, rigged_rounds, run_jobs, tokens_of
 
 K = 3
+FEW_PAGES = 30  # the longest request needs 23
 HEADS = ("random", "scrambled", "rigged")
 UNRIGGED = 1000  # seeds from here on get the drafts of the MTP module
 SCRAMBLED = RandomSource(TINY, head_seed=7, head_scale=20.0)
@@ -26,8 +28,9 @@ def test_reference_has_no_near_ties() -> None:
 
 def engine_for(stages: int, k: int, head: str = "random", chunk: int = 16, **host: int | bool) -> Engine:
     """A fresh engine; `host` are fields that only the scheduler looks at."""
+    base = shared_engine(stages, k, chunk, rounds=4 if host.get("max_rounds", 1) > 1 else 1)
     host = {"max_rounds": 1, "enable_prefix_caching": True} | host
-    return renew(shared_engine(stages, k, chunk), SCRAMBLED if head == "scrambled" else None, **host)
+    return renew(base, SCRAMBLED if head == "scrambled" else None, **host)
 
 
 def workload(k: int, head: str, abort_step: int | None = None) -> dict[str, Job]:
@@ -121,14 +124,25 @@ def test_prefix_cache(stages: int, head: str, caching: bool) -> None:
     assert hits > 100 if caching else hits == 0
 
 
+def crowd(k: int, head: str) -> dict[str, Job]:
+    """Everybody at once, each to the full length."""
+    return {
+        name: dataclasses.replace(job, arrives=0, params=greedy(MOST_TOKENS, k))
+        for name, job in workload(k, head).items()
+    }
+
+
 @pytest.mark.parametrize(
     ("stages", "k", "head"), [(1, 3, "rigged"), (2, 3, "random"), (4, 3, "rigged"), (2, 0, "none")]
 )
-def test_preemption(stages: int, k: int, head: str) -> None:
+@pytest.mark.parametrize("caching", [True, False])
+def test_preemption(stages: int, k: int, head: str, caching: bool) -> None:
     """Far fewer pages than the requests need together: some are thrown out and computed again."""
-    engine = engine_for(stages, k, head, num_pages=36)
-    run_and_check(engine, head)
+    engine = engine_for(stages, k, head, num_pages=FEW_PAGES, enable_prefix_caching=caching)
+    jobs = crowd(k, head)
+    assert check(jobs, run_jobs(engine, jobs)) == len(jobs) * MOST_TOKENS
     assert engine.stats().num_preemptions > 0
+    print(f"Z = {stages}, K = {k}, {head}: {engine.stats().num_preemptions} preemptions")
 
 
 @pytest.mark.parametrize("head", ["rigged", "random"])
@@ -162,10 +176,12 @@ def test_everything(stages: int, k: int, head: str, chunk: int) -> None:
     compared = 0
     for caching in (True, False):
         for rounds in (1, 2, 4):
-            for pages in (256, 36):
-                host = {"max_rounds": rounds, "enable_prefix_caching": caching, "num_pages": pages}
-                engine = engine_for(stages, k, head, chunk, **host)
-                for abort_step in (None, *range(len(PROMPT_LENGTHS) + 24)):
-                    compared += run_and_check(engine, head, abort_step)
-                assert pages == 256 or engine.stats().num_preemptions > 0
+            host = {"max_rounds": rounds, "enable_prefix_caching": caching}
+            engine = engine_for(stages, k, head, chunk, **host)
+            for abort_step in (None, *range(len(PROMPT_LENGTHS) + 24)):
+                compared += run_and_check(engine, head, abort_step)
+            engine = engine_for(stages, k, head, chunk, num_pages=FEW_PAGES, **host)
+            jobs = crowd(k, head)
+            compared += check(jobs, run_jobs(engine, jobs))
+            assert engine.stats().num_preemptions > 0
     print(f"Z = {stages}, K = {k}, {head}, chunks of {chunk}: {compared} tokens compared")
