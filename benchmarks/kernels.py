@@ -48,7 +48,9 @@ class Case:
     name: str
     error: float = float("nan")
     us: float = float("nan")
-    kernels: dict[str, float] = dataclasses.field(default_factory=dict)  # us of each that ran, by the profiler
+    kernels: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # us of each that ran, by the profiler
     floor_us: float = float("nan")
     note: str = ""
 
@@ -117,10 +119,13 @@ def loop(attend: Attention, turns: int) -> Attention:
     return jax.jit(run)
 
 
+exact = jax.jit(reference.paged_attention)
+
+
 def check(attend: Attention, heads: Heads, load: Load, seed: int) -> tuple[float, str]:
     """(relative error, complaint) on ragged lengths with poisoned pages and results."""
     q, [(keys, values)], table, positions = draw(heads, load, seed, 1, ragged=True)
-    want = jax.jit(reference.paged_attention)(q, keys, values, table, positions).astype(jnp.float32)
+    want = exact(q, keys, values, table, positions).astype(jnp.float32)
     if attend is xla:  # it multiplies the weight 0 with every page of the table
         keys, values = (jnp.nan_to_num(x) for x in (keys, values))
     run, results = jax.jit(attend), []
@@ -133,9 +138,8 @@ def check(attend: Attention, heads: Heads, load: Load, seed: int) -> tuple[float
     return float(error), "" if same else "REPEATS DIFFER"
 
 
-def measure(attend: Attention, inputs: Inputs, turns: int) -> float:
+def measure(run: Attention, inputs: Inputs, turns: int) -> float:
     """Median us of one attention."""
-    run = loop(attend, turns)
     jax.block_until_ready(run(*inputs))
     times = []
     for _ in range(REPEATS):
@@ -145,10 +149,9 @@ def measure(attend: Attention, inputs: Inputs, turns: int) -> float:
     return statistics.median(times) * 1e6 / (turns * len(inputs[1]))
 
 
-def kernel_times(attend: Attention, inputs: Inputs, turns: int) -> dict[str, float]:
+def kernel_times(run: Attention, inputs: Inputs, turns: int) -> dict[str, float]:
     """us of every kernel, for one attention, by the profiler: launches and gaps left out."""
-    run, total = loop(attend, turns), collections.Counter[str]()
-    jax.block_until_ready(run(*inputs))
+    total = collections.Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run(*inputs))
@@ -176,7 +179,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
             lambda x: jnp.nan_to_num(x) if x.dtype == jnp.bfloat16 else x,
             draw(heads, load, 1000 + seed, layers, ragged=False),
         )
-        variants: list[tuple[str, Attention]] = [("xla", xla)]
+        variants: list[tuple[str, Attention]] = [("xla", xla)] if arguments.xla else []
         variants += [
             (name, functools.partial(mosaic_gpu.paged_attention, tuning=one)) for name, one in tunings
         ]
@@ -187,9 +190,10 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
             try:
                 case.error, case.note = check(attend, heads, load, seed)
                 turns = max(2, round(3000 / (layers * max(5.0, 2 * case.floor_us))))
-                case.us = measure(attend, inputs, turns)
+                run = loop(attend, turns)
+                case.us = measure(run, inputs, turns)
                 if arguments.profile:
-                    case.kernels = kernel_times(attend, inputs, turns)
+                    case.kernels = kernel_times(run, inputs, turns)
             except Exception as error:  # one variant that does not compile must not hide the others
                 case.note = f"{type(error).__name__}: {str(error)[:150]}"
             yield case
@@ -220,12 +224,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="most caches a loop goes through")
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s")
     parser.add_argument("--seconds", type=float, default=600.0, help="start no case after that")
+    parser.add_argument("--xla", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--profile", action="store_true", help="the time of the kernels alone, too")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print("\n".join(circumstances(jax.devices()[0].device_kind)), HEADER, sep="\n", flush=True)
     for case in cases(arguments):
-        print(case.line(), *(f"{us:.2f} {name[:40]}" for name, us in case.kernels.items()), flush=True)
+        print(
+            case.line(), *(f"{us:.2f} {name[:16]}" for name, us in list(case.kernels.items())[:3]), flush=True
+        )
         if arguments.json:
             with arguments.json.open("a") as file:
                 file.write(json.dumps(dataclasses.asdict(case)) + "\n")

@@ -42,13 +42,12 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # q, k and v only (Qwen2, MiMo)
     num_nextn_predict_layers: int = 0  # MTP modules in the checkpoint
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs a model. Every default is what `serve` shows in its help text."""
+    """How the engine runs a model. `engine.build` replaces some defaults by what suits model and device."""
 
     stages: int = 1  # Z: pipeline stages
     data: int = 1  # replicas of slots and pages

@@ -19,13 +19,13 @@ from mtp_jax.engine.weights import WeightLayout, Weights
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError
 from mtp_jax.loading import WeightSource, default_model_path, open_mtp_head, resolve_model, resolve_mtp_head
 from mtp_jax.models.registry import Read, check_supported
+from mtp_jax.progress import Report
 from mtp_jax.scheduler.plan import DispatchPlan, SlotView
 from mtp_jax.scheduler.scheduler import Scheduler
 from sharding.mesh import make_mesh
 from sharding.placement import make_placement
 from sharding.stage_plan import balanced_plan
 
-Report = Callable[[str, float, float], None]  # phase, done, total
 EngineFieldValue = int | str | bool
 
 DEFAULT_DRAFTS = 1  # drafts a round where a model brings an MTP module and the user says nothing

@@ -124,9 +124,11 @@ class Drafter:
         embedding = self.vocabulary.embed(ids).astype(hidden.dtype)
         rope = rope_tables(attend.positions, self.model)
         mtp = self.mtp
-        return mtp.module(
+        output, cache = mtp.module(
             hidden, embedding, cache, rope, attend, mtp.gather_proj, mtp.reduce_attention, mtp.reduce_ffn
         )
+        # Without the barrier XLA copies the cache between draft steps inside a cond (Z > 1).
+        return jax.lax.optimization_barrier((output, cache))
 
     def _propose(
         self, output: jax.Array, slot: jax.Array, position: jax.Array

@@ -72,7 +72,8 @@ def plan_memory(
     elif pages_given:
         num_pages = config.num_pages
     elif free is None:
-        num_pages = max(CPU_CACHE_BYTES // page, request)
+        # Four times what all slots can hold at once is room enough for a prefix cache.
+        num_pages = max(min(CPU_CACHE_BYTES // page, 4 * config.max_num_seqs * request), request)
     else:
         num_pages = int(free * CACHE_SHARE / page)
     # XLA indexes a cache in 32 bits; without a prefix cache, pages beyond all slots could never be used.
@@ -100,14 +101,15 @@ def _check_memory(
             raise InvalidValueError(
                 "--kv-cache-gib", kv_cache_gib, f"at least {least:.3f}, one request's pages"
             )
-        got = f"{fixed / gib:.2f} GiB of weights and {config.pages_per_slot * plan.page / gib:.2f} GiB a request"
+        longest = config.pages_per_slot * plan.page / gib
+        got = f"{fixed / gib:.2f} GiB of weights and {longest:.2f} GiB a request"
         limit = (plan.available or 0) / gib
         legal = f"up to {limit:.2f} GiB a device; try more --stages or a smaller --max-model-len"
         raise InvalidValueError("--model", got, legal)
     if plan.available is not None and fixed + plan.cache > plan.available:
-        flag, got = (
-            ("--kv-cache-gib", kv_cache_gib) if kv_cache_gib is not None else ("--num-pages", plan.num_pages)
-        )
+        flag, got = "--num-pages", plan.num_pages
+        if kv_cache_gib is not None:
+            flag, got = "--kv-cache-gib", kv_cache_gib
         most = max(0, plan.available - fixed)
         raise InvalidValueError(
             flag, got, f"at most {most / gib:.2f} GiB, which is {most // plan.page} pages"

@@ -39,11 +39,16 @@ def resolve_model(model: str | Path | None = None) -> WeightSource:
     Raises:
       InvalidValueError: nothing there. CheckpointError: something there that cannot be loaded.
     """
-    path = default_model_path() if model is None else Path(model).expanduser()
-    if path.is_dir():
+    legal = "an existing .gguf file or directory of safetensors"
+    try:
+        path = default_model_path() if model is None else Path(model).expanduser()
+        is_directory, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # no permission, a name too long; no home to expand
+        raise InvalidValueError("--model", str(model), f"{legal} ({error})") from error
+    if is_directory:
         return SafetensorsDir(path)
-    if not path.is_file() or path.suffix != ".gguf":
-        raise InvalidValueError("--model", str(model), "an existing .gguf file or directory of safetensors")
+    if not is_file or path.suffix != ".gguf":
+        raise InvalidValueError("--model", str(model), legal)
     return GGUFFile(path)
 
 
@@ -56,9 +61,13 @@ def resolve_mtp_head(path: str | Path) -> Path:
     Raises:
       InvalidValueError: field `--mtp-head`; no such file, or a choice of several.
     """
-    given = Path(path).expanduser()
-    found = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
-    if len(found) != 1 or found[0].suffix != ".safetensors" or not found[0].is_file():
-        legal = "an existing .safetensors file or a directory with exactly one"
+    legal = "an existing .safetensors file or a directory with exactly one"
+    try:
+        given = Path(path).expanduser()
+        found = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
+        exists = len(found) == 1 and found[0].is_file()
+    except (OSError, RuntimeError) as error:  # no permission, a name too long; no home to expand
+        raise InvalidValueError("--mtp-head", str(path), f"{legal} ({error})") from error
+    if not exists or found[0].suffix != ".safetensors":
         raise InvalidValueError("--mtp-head", str(path), legal)
     return found[0]

@@ -14,7 +14,7 @@ from mtp_jax.config import ModelConfig, RopeScaling
 from mtp_jax.errors import CheckpointError
 from mtp_jax.loading.gguf_blocks import PLAIN_DTYPES, dequantize, row_bytes
 from mtp_jax.loading.gguf_header import TensorEntry, parse_header
-from mtp_jax.loading.source import check_shapes, count_text, expected_shapes
+from mtp_jax.loading.source import MAX_LAYERS, check_shapes, count_text, expected_shapes
 from mtp_jax.text import Tokenizer
 from mtp_jax.text.from_gguf import tokenizer_from_gguf
 
@@ -72,11 +72,13 @@ class GGUFFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        with self.path.open("rb") as file:
-            try:
+        try:
+            with self.path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except ValueError as error:
-                raise CheckpointError(self.path.name, "an empty file", "a GGUF file") from error
+        except ValueError as error:
+            raise CheckpointError(self.path.name, "an empty file", "a GGUF file") from error
+        except OSError as error:
+            raise CheckpointError(str(self.path), error.strerror, "a readable GGUF file") from error
         self.metadata, self._raw_entries = parse_header(self.path, self._map)
         self.architecture = self._text("general.architecture")
         if self.architecture not in ARCHITECTURES:
@@ -147,60 +149,76 @@ class GGUFFile:
         return value
 
     def _number(self, key: str, default: float | None = None) -> float:
-        value = self.metadata.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{self.path.name}: {key}", value, "a number")
+        """A number above 0 of this architecture's metadata."""
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise CheckpointError(f"{self.path.name}: {self.architecture}.{key}", value, "a number above 0")
         return value
 
-    def _arch_number(self, key: str, default: float | None = None) -> float:
-        return self._number(f"{self.architecture}.{key}", default)
+    def _integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            where = f"{self.path.name}: {self.architecture}.{key}"
+            raise CheckpointError(where, value, f"an integer from 1 to {most}")
+        return value
+
+    def _token_id(self, key: str, vocab_size: int) -> int:
+        value = self.metadata[key]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
+            legal = f"a token id from 0 to {vocab_size - 1}"
+            raise CheckpointError(f"{self.path.name}: {key}", value, legal)
+        return value
 
     def _config(self) -> ModelConfig:
-        width, heads = (int(self._arch_number(k)) for k in ("embedding_length", "attention.head_count"))
-        head_dim = int(self._arch_number("attention.key_length", width // max(heads, 1)))
-        rotary = int(self._arch_number("rope.dimension_count", head_dim))
+        width, heads = self._integer("embedding_length"), self._integer("attention.head_count")
+        head_dim = self._integer("attention.key_length", width // heads)
+        rotary = self._integer("rope.dimension_count", head_dim)
         if rotary != head_dim:
             where = f"{self.path.name}: {self.architecture}.rope.dimension_count"
             raise CheckpointError(where, rotary, f"{head_dim}, the head dimension: no partial rotary")
-        kv_heads = int(self._arch_number("attention.head_count_kv", heads))
-        if min(heads, kv_heads) < 1 or heads % kv_heads:
+        kv_heads = self._integer("attention.head_count_kv", heads)
+        if heads % kv_heads:
             where = f"{self.path.name}: {self.architecture}.attention.head_count_kv"
             raise CheckpointError(where, kv_heads, f"a divisor of head_count, {heads}")
-        theta = float(self._arch_number("rope.freq_base", 10000.0))
+        theta = float(self._number("rope.freq_base", 10000.0))
         table = self._raw_entries.get("token_embd.weight")
         ids = [f"tokenizer.ggml.{k}_token_id" for k in ("eos", "eot", "eom")]
-        bos = self.metadata.get("tokenizer.ggml.bos_token_id")
+        vocab_size = table.shape[0] if table else self._integer("vocab_size")
         return ModelConfig(
             model_type=self.architecture,
-            vocab_size=table.shape[0] if table else int(self._arch_number("vocab_size", 0)),
+            vocab_size=vocab_size,
             hidden_size=width,
-            num_hidden_layers=int(self._arch_number("block_count")),
+            num_hidden_layers=self._integer("block_count", most=MAX_LAYERS),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=int(self._arch_number("feed_forward_length")),
+            intermediate_size=self._integer("feed_forward_length"),
             rope_theta=theta,
             rope_scaling=self._rope_scaling(theta, head_dim),
             # stored as float32: 1e-5 comes back as 9.99999974e-06
-            rms_norm_eps=float(f"{self._arch_number('attention.layer_norm_rms_epsilon'):.6g}"),
-            max_position_embeddings=int(self._arch_number("context_length")),
+            rms_norm_eps=float(f"{self._number('attention.layer_norm_rms_epsilon'):.6g}"),
+            max_position_embeddings=self._integer("context_length"),
             tie_word_embeddings="output.weight" not in self._raw_entries,
             attention_bias="blk.0.attn_q.bias" in self._raw_entries,
-            bos_token_id=int(self._number("tokenizer.ggml.bos_token_id")) if bos is not None else None,
-            eos_token_ids=tuple(dict.fromkeys(int(self._number(k)) for k in ids if k in self.metadata)),
+            eos_token_ids=tuple(
+                dict.fromkeys(self._token_id(k, vocab_size) for k in ids if k in self.metadata)
+            ),
         )
 
     def _rope_scaling(self, theta: float, head_dim: int) -> RopeScaling | None:
         kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
         if _ROPE_FREQS in self._raw_entries:
             entry = self._raw_entries[_ROPE_FREQS]
+            if entry.kind not in PLAIN_DTYPES:
+                legal = "one of " + ", ".join(PLAIN_DTYPES)
+                raise CheckpointError(f"{self.path.name}: {_ROPE_FREQS}", entry.kind, legal)
             data = self._map[entry.offset : entry.offset + entry.stored_bytes]
-            factors = np.frombuffer(data, PLAIN_DTYPES.get(entry.kind, np.dtype(np.float32)))
+            factors = np.frombuffer(data, PLAIN_DTYPES[entry.kind])
             return self._llama3_scaling(factors.astype(np.float64), theta, head_dim)
         if kind == "none":
             return None
         if kind == "linear":
-            return RopeScaling("linear", float(self._arch_number("rope.scaling.factor")))
+            return RopeScaling("linear", float(self._number("rope.scaling.factor")))
         where = f"{self.path.name}: {self.architecture}.rope.scaling.type"
         raise CheckpointError(where, kind, "none or linear, or a tensor rope_freqs.weight of Llama 3's kind")
 

@@ -5,14 +5,13 @@ six seconds for 49 thousand tokens. This reads the same layout in a few tenths o
 """
 
 import dataclasses
+import math
 import mmap
 import struct
 from pathlib import Path
 
-import numpy as np
-
 from mtp_jax.errors import CheckpointError
-from mtp_jax.loading.gguf_blocks import BLOCK, BLOCK_BYTES, TYPE_NAMES, row_bytes
+from mtp_jax.loading.gguf_blocks import BLOCK, BLOCK_BYTES, OTHER_TYPE_NAMES, TYPE_NAMES, row_bytes
 
 Value = int | float | bool | str | list["Value"]
 
@@ -85,11 +84,12 @@ def parse_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Value], dict[st
         num_tensors, num_values = cursor.integer("Q"), cursor.integer("Q")
         metadata = {cursor.string(): cursor.value(cursor.integer("I")) for _ in range(num_values)}
         raw = [_raw_entry(cursor) for _ in range(num_tensors)]
-    except (struct.error, KeyError, IndexError) as error:
+    except (struct.error, KeyError, IndexError, RecursionError, MemoryError) as error:
         got = f"a header that breaks off ({error})"
         raise CheckpointError(path.name, got, "a whole GGUF file") from error
     alignment = metadata.get("general.alignment", 32)
-    assert isinstance(alignment, int)
+    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+        raise CheckpointError(f"{path.name}: general.alignment", alignment, "an integer of at least 1")
     start = -(-cursor.at // alignment) * alignment
     tensors = {row[0]: _entry(path, len(data), start, row) for row in raw}
     return metadata, tensors
@@ -109,14 +109,14 @@ def _entry(path: Path, size: int, start: int, raw: _RawEntry) -> TensorEntry:
     name, shape, type_id, offset = raw
     kind = TYPE_NAMES.get(type_id)
     if kind is None:
-        import gguf  # only for the name; half a second that a good file need not pay
-
-        known = {t.value: t.name for t in gguf.GGMLQuantizationType}
+        got = OTHER_TYPE_NAMES.get(type_id, str(type_id))
         legal = "one of " + ", ".join(TYPE_NAMES.values())
-        raise CheckpointError(f"{path.name}: type of tensor {name}", known.get(type_id, str(type_id)), legal)
+        raise CheckpointError(f"{path.name}: type of tensor {name}", got, legal)
+    if not shape or min(shape) < 1:
+        raise CheckpointError(f"{path.name}: {name}", list(shape), "a shape without zeros")
     if kind in BLOCK_BYTES and shape[-1] % BLOCK:
         raise CheckpointError(f"{path.name}: {name}", list(shape), f"rows of whole blocks of {BLOCK} weights")
-    stored = int(np.prod(shape[:-1], dtype=np.int64)) * row_bytes(kind, shape[-1])
+    stored = math.prod(shape[:-1]) * row_bytes(kind, shape[-1])
     if start + offset + stored > size:
         legal = f"at least {start + offset + stored} bytes, to hold tensor {name}"
         raise CheckpointError(f"{path.name}: file size", f"{size} bytes (cut short?)", legal)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from mtp_jax.config import ModelConfig, RopeScaling
 from mtp_jax.errors import CheckpointError
+from mtp_jax.loading.source import MAX_LAYERS
 
 MODEL_TYPES = ("llama", "qwen2", "mimo")
+_HUGE = 1e30  # JSON has integers that no float holds, and Python reads Infinity
 _BIASED = ("qwen2", "mimo")  # q, k and v have biases whatever the configuration says
 
 
@@ -20,15 +22,16 @@ class _Fields:
     def fail(self, key: str, legal: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {key}", self.values.get(key), legal)
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.fail(key, f"an integer of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            bound = f" and at most {most}" if isinstance(value, int) and value > most else ""
+            raise self.fail(key, f"an integer of at least {least}{bound}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _HUGE:
             raise self.fail(key, "a number above 0")
         return float(value)
 
@@ -65,9 +68,11 @@ def read_json(path: Path) -> Mapping[str, object]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    except FileNotFoundError as error:
         raise CheckpointError(str(path), "no such file", "a model directory with this file") from error
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(str(path), error.strerror, "a readable file") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(str(path), f"unreadable ({error})", "JSON") from error
     if not isinstance(value, dict):
         raise CheckpointError(str(path), type(value).__name__, "a JSON object")
@@ -96,12 +101,11 @@ def config_from_directory(directory: Path) -> ModelConfig:
     head_dim = fields.integer("head_dim", width // heads)
     if head_dim % 2:
         raise fields.fail("head_dim", "an even number")
-    bos = fields.ids("bos_token_id")
     return ModelConfig(
         model_type=str(model_type),
         vocab_size=fields.integer("vocab_size"),
         hidden_size=width,
-        num_hidden_layers=fields.integer("num_hidden_layers"),
+        num_hidden_layers=fields.integer("num_hidden_layers", most=MAX_LAYERS),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -112,8 +116,7 @@ def config_from_directory(directory: Path) -> ModelConfig:
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
         tie_word_embeddings=bool(fields.values.get("tie_word_embeddings", False)),
         attention_bias=model_type in _BIASED,
-        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
-        bos_token_id=bos[0] if bos else None,
+        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, least=0, most=MAX_LAYERS),
         eos_token_ids=tuple(dict.fromkeys(fields.ids("eos_token_id") + extra.ids("eos_token_id"))),
     )
 

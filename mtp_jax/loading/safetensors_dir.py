@@ -163,7 +163,8 @@ def open_mtp_head(path: Path, config: ModelConfig) -> TensorFiles:
 
 def _weight_map(index: Path) -> dict[str, str]:
     value = read_json(index).get("weight_map")
-    if not isinstance(value, dict) or not value:
+    named = isinstance(value, dict) and value and all(isinstance(file, str) for file in value.values())
+    if not isinstance(value, dict) or not named:
         raise CheckpointError(f"{index.name}: weight_map", value, "an object: tensor name to file name")
     return value
 

@@ -11,6 +11,8 @@ from mtp_jax.text import Tokenizer
 
 Shape = tuple[int, ...]
 
+MAX_LAYERS = 10_000  # more is a broken file, and its list of tensors would fill the memory
+
 
 class WeightSource(Protocol):
     """A checkpoint, read one tensor at a time. Reads are safe from several threads.

@@ -69,7 +69,7 @@ def _number(
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not math.isfinite(value) or not low <= value <= (value if high is None else high):
+        if value is None or not low <= value < math.inf or (high is not None and value > high):
             raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}")
         return value
 

@@ -26,7 +26,7 @@ class GateOptions:
 
 
 class Gate:
-    """ASGI middleware. Refuses by 401, 413 and 503; answers bugs by 500; sets `request_id` and X-Request-Id."""
+    """ASGI middleware. Refuses by 401, 413 and 503; and bugs by 500; sets `request_id` and X-Request-Id."""
 
     def __init__(self, app: ASGIApp, engine: AsyncEngine, options: GateOptions):
         self._app, self._engine, self._options = app, engine, options

@@ -51,6 +51,15 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], where: str) -> Tokenizer
     Raises:
       CheckpointError: no tokenizer in the file, or one of a kind that is not known.
     """
+    try:
+        return _build(metadata, where)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises plain Exception for what it cannot use
+        raise CheckpointError(f"{where}: tokenizer.ggml", f"unusable ({error})", "a tokenizer") from error
+
+
+def _build(metadata: Mapping[str, object], where: str) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _strings(metadata, "tokenizer.ggml.tokens", where)
     if kind == "gpt2":
@@ -61,7 +70,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], where: str) -> Tokenizer
         legal = "gpt2 (byte-level BPE) or llama (SentencePiece)"
         raise CheckpointError(f"{where}: tokenizer.ggml.model", kind, legal)
     types = metadata.get("tokenizer.ggml.token_type", [])
-    assert isinstance(types, list)
+    if not isinstance(types, list):
+        raise CheckpointError(f"{where}: tokenizer.ggml.token_type", types, "a list of numbers")
     control = [t for t, kind in zip(tokens, types, strict=False) if kind == _CONTROL]
     own = [t for t, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED and t]
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
@@ -81,13 +91,16 @@ def _byte_level(
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """BPE over bytes. The flag: whether BOS is added when the file does not say."""
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if pre not in _PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise CheckpointError(f"{where}: tokenizer.ggml.pre", pre, "one of " + ", ".join(_PRE_TOKENIZERS))
     merges = [tuple(m.split(" ", 1)) for m in _strings(metadata, "tokenizer.ggml.merges", where)]
+    for merge in merges:
+        if len(merge) != 2:
+            raise CheckpointError(f"{where}: tokenizer.ggml.merges", merge[0], "two tokens, a space between")
     llama3 = pre == "llama-bpe"
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=llama3))  # pyright: ignore
-    backend.pre_tokenizer = _PRE_TOKENIZERS[str(pre)]()
+    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     if pre in ("qwen2", "deepseek-r1-qwen"):
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
@@ -99,7 +112,8 @@ def _sentence_piece(
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """SentencePiece's BPE, its merges worked out from the scores of the pieces."""
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    numbers = isinstance(scores, list) and all(isinstance(score, int | float) for score in scores)
+    if not isinstance(scores, list) or not numbers or len(scores) != len(tokens):
         raise CheckpointError(f"{where}: tokenizer.ggml.scores", "too few or none", "one number a token")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     pairs = [
@@ -109,7 +123,9 @@ def _sentence_piece(
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    assert isinstance(unknown, int)
+    if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
+        legal = f"an index of the {len(tokens)} tokens"
+        raise CheckpointError(f"{where}: tokenizer.ggml.unknown_token_id", unknown, legal)
     model = models.BPE(
         vocabulary,
         [pair[-1] for pair in sorted(pairs)],
@@ -142,7 +158,7 @@ def _special_tokens(metadata: Mapping[str, object], tokens: Sequence[str], where
 
 def _strings(metadata: Mapping[str, object], key: str, where: str) -> list[str]:
     value = metadata.get(key)
-    if not isinstance(value, list) or not value or not isinstance(value[0], str):
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
         got = "nothing" if value is None else "something else"
         raise CheckpointError(f"{where}: {key}", got, "a list of strings")
     return value

@@ -35,15 +35,26 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer:
 
 
 def _object(path: Path) -> dict[str, object]:
-    if not path.is_file():
+    text = _read(path)
+    if text is None:
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(str(path), f"unreadable ({error})", "JSON") from error
     if not isinstance(value, dict):
         raise CheckpointError(str(path), type(value).__name__, "a JSON object")
     return value
+
+
+def _read(path: Path) -> str | None:
+    """The file's text; None where there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(str(path), f"unreadable ({error})", "a readable text file") from error
 
 
 def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
@@ -59,10 +70,15 @@ def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _chat_template(directory: Path, config: Mapping[str, object]) -> str | dict[str, str] | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    text = _read(directory / "chat_template.jinja")
+    if text is not None:
+        return text
     value = config.get("chat_template")
     if isinstance(value, list):
-        return {str(entry["name"]): str(entry["template"]) for entry in value}
-    return value if isinstance(value, str) else None
+        named = [entry for entry in value if isinstance(entry, dict) and {"name", "template"} <= entry.keys()]
+        if len(named) == len(value):
+            return {str(entry["name"]): str(entry["template"]) for entry in named}
+    elif value is None or isinstance(value, str):
+        return value
+    where = f"{directory / 'tokenizer_config.json'}: chat_template"
+    raise CheckpointError(where, type(value).__name__, "a text or a list of objects with name and template")

@@ -68,7 +68,7 @@ class Tokenizer:
             except UnicodeEncodeError as error:
                 got = ascii(text[:40])
                 raise InvalidRequestError("prompt", got, "text without lone surrogates") from error
-        # The library's `encode` keeps the interpreter's lock for as long as it takes, `encode_batch` does not.
+        # One call, which works on all of them without the interpreter's lock.
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
@@ -86,9 +86,7 @@ class Tokenizer:
         """
         return self.decode_batch([ids], skip_special_tokens)[0]
 
-    def decode_batch(
-        self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True
-    ) -> list[str]:
+    def decode_batch(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         """`decode` of several sequences. Other threads run meanwhile.
 
         Raises:

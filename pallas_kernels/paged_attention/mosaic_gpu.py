@@ -1,14 +1,15 @@
 """Paged decode attention for Hopper (sm_90a) in Pallas Mosaic GPU.
 
-One warpgroup handles one sequence, one KV head and one share of its keys. It takes 64 keys at a time through a
-ring of shared memory that TMA fills page by page, straight from the cache as it lies; the sequence's queries
-(all its positions and all query heads of that KV head) are the rows of a 64-row wgmma, so rows that do not
-exist cost tensor time that nobody else wants, and no memory traffic. Several such blocks share a multiprocessor
-and hide each other's softmax. With more than one share a second, small XLA step joins them.
+One warpgroup handles one sequence, one KV head and one share of its keys. It takes 64 keys at a time through
+a ring of shared memory that TMA fills page by page, straight from the cache as it lies. Keys are the 64 rows
+of its wgmmas and queries (all tokens of the sequence, all query heads of the KV head) their columns: scores
+are [keys, queries], results [head width, queries]. So a few queries cost a few registers, and many such
+warpgroups fit a multiprocessor and hide each other's softmax. With more than one share, XLA joins them.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,28 +17,49 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-QUERY_ROWS = 64  # rows of a wgmma
-BLOCK_KEYS = 64
-ROW_GROUP = 8  # rows of a shared-memory tile: queries and results travel in whole ones
+MAX_QUERIES = 64
+BLOCK_KEYS = 64  # rows of a wgmma
+COLUMN_GROUP = 8  # a wgmma's columns come in whole ones
+LATE_SUM_COLUMNS = 32
 HEAD_WIDTHS = (64, 128)
 PAGE_SIZES = (8, 16, 32, 64)
 NUM_SMS = 132
-MASKED = -1e30  # finite, so that a row that sees nothing in a block has no NaN
+SMEM_BYTES = 227 * 1024  # of a multiprocessor
+MASKED = -1e30  # finite, so that a query that sees nothing of a block has no NaN
 LOG2_E = 1.4426950408889634
 
 _WGMMA = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)
+_PER_QUERY = plgpu.Layout.WGMMA.reduce(0)
+_TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How the work is cut. `splits` are shares of a sequence's keys; None: chosen from the shapes."""
+    """How the work is cut; None: chosen from the shapes.
+
+    `splits` are shares of a sequence's keys, none of a full table smaller than `keys_a_split`; `stages` are
+    blocks of keys and values in flight.
+    """
 
     stages: int | None = None
     splits: int | None = None
-    keys_a_split: int = 512  # fewer are not worth a second step
-    auto_barriers: bool = True
-    weights_in_smem: bool = False  # slower; Pallas' interpreter multiplies from shared memory only
+    keys_a_split: int = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """Shared memory and barriers of one warpgroup."""
+
+    queries: jax.Ref
+    keys: jax.Ref
+    values: jax.Ref
+    weights: jax.Ref
+    out: jax.Ref
+    queries_full: jax.Ref
+    keys_full: jax.Ref
+    values_full: jax.Ref
+    top: jax.Ref | None = None
+    total: jax.Ref | None = None
 
 
 def why_not(q: jax.Array, keys: jax.Array) -> str | None:
@@ -48,8 +70,8 @@ def why_not(q: jax.Array, keys: jax.Array) -> str | None:
         return f"it takes bfloat16 queries and keys, got {q.dtype} and {keys.dtype}"
     if width not in HEAD_WIDTHS:
         return f"it takes heads of {HEAD_WIDTHS}, got {width}"
-    if t * per_kv > QUERY_ROWS:
-        return f"T * Q may be at most {QUERY_ROWS}, got {t} * {per_kv}"
+    if t * per_kv > MAX_QUERIES:
+        return f"T * Q may be at most {MAX_QUERIES}, got {t} * {per_kv}"
     if page not in PAGE_SIZES:
         return f"it takes pages of {PAGE_SIZES} positions, got {page}"
     return None
@@ -68,19 +90,21 @@ def paged_attention(
     tuning = tuning or Tuning()
     b, t, g, per_kv, width = q.shape
     page, rows = keys.shape[1], t * per_kv
-    padded_rows = -(-rows // ROW_GROUP) * ROW_GROUP
+    columns = -(-rows // COLUMN_GROUP) * COLUMN_GROUP
     table, limits, blocks = _plan(table, positions, keys.shape[0], page, per_kv)
-    queries = jnp.pad(
-        q.swapaxes(1, 2).reshape(b, g, rows, width), ((0, 0), (0, 0), (0, padded_rows - rows), (0, 0))
-    )
+    queries = q.swapaxes(1, 2).reshape(b, g, rows, width)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, columns - rows), (0, 0)))
     splits = tuning.splits or _choose_splits(b * g, table.shape[1] * page, tuning.keys_a_split)
-    operands = (queries, keys, values, table, limits, blocks)
-    out_type = [jax.ShapeDtypeStruct((b, g, splits, padded_rows, width), q.dtype)]
+    stages = tuning.stages or _choose_stages(b * g * splits, width)
+    out_type = [jax.ShapeDtypeStruct((b, splits, t, g, per_kv, width), q.dtype)]
     if splits > 1:
-        out_type += [jax.ShapeDtypeStruct((b, g, splits, padded_rows), jnp.float32)] * 2
-    parts = _vary_like(operands, _call(out_type, page, splits, padded_rows, width, tuning)(*operands))
-    out = parts[0][:, :, 0] if splits == 1 else _join(*parts)
-    return out[:, :, :rows].reshape(b, g, t, per_kv, width).swapaxes(1, 2)
+        out_type += [jax.ShapeDtypeStruct((b, splits, g, columns), jnp.float32)] * 2
+    operands = (queries, keys, values, table, limits, blocks)
+    parts = _vary_like(operands, _kernel(out_type, page, stages, columns)(*operands))
+    if splits == 1:
+        return parts[0][:, 0]
+    top, total = (x[..., :rows].reshape(b, splits, g, t, per_kv).swapaxes(2, 3)[..., None] for x in parts[1:])
+    return _join(parts[0], top, total)
 
 
 def _plan(
@@ -98,13 +122,22 @@ def _plan(
     column = jnp.minimum(jnp.arange(padded, dtype=jnp.int32), longest[:, None] // page)
     table = jnp.clip(jnp.take_along_axis(table.astype(jnp.int32), column, axis=1), 0, num_pages - 1)
     limits = jnp.repeat(last, per_kv, axis=1)
-    limits = jnp.pad(limits, ((0, 0), (0, QUERY_ROWS - limits.shape[1])))
+    limits = jnp.pad(limits, ((0, 0), (0, -limits.shape[1] % COLUMN_GROUP)))
     return table, limits, longest // BLOCK_KEYS + 1
 
 
 def _choose_splits(sequences: int, most_keys: int, keys_a_split: int) -> int:
-    """Shares a sequence: enough for two blocks a multiprocessor, none smaller than is worth joining."""
+    """Shares a sequence: enough for two a multiprocessor, none smaller than is worth joining."""
     return max(1, min(2 * NUM_SMS // sequences, most_keys // keys_a_split))
+
+
+def _choose_stages(warpgroups: int, width: int) -> int:
+    """Deep where a warpgroup is alone on its multiprocessor; else so few that all are on the chip at once."""
+    together = -(-warpgroups // NUM_SMS)
+    stage_bytes = 2 * BLOCK_KEYS * width * 2
+    if together == 1:
+        return 4 if width == 64 else 3
+    return max(1, min(2, SMEM_BYTES // together // stage_bytes))
 
 
 def _vary_like(operands: tuple[jax.Array, ...], results: list[jax.Array]) -> list[jax.Array]:
@@ -119,159 +152,147 @@ def _vary_like(operands: tuple[jax.Array, ...], results: list[jax.Array]) -> lis
 
 
 def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
-    """Shares [B, G, X, R, H] with their maxima (base 2) and sums [B, G, X, R] -> [B, G, R, H]."""
-    weight = total * jnp.exp2(top - top.max(axis=2, keepdims=True))
-    weight = weight / weight.sum(axis=2, keepdims=True)
-    return (out.astype(jnp.float32) * weight[..., None]).sum(axis=2).astype(out.dtype)
+    """Shares [B, X, ..., H] with their maxima (base 2) and sums [B, X, ..., 1] -> [B, ..., H]."""
+    weight = total * jnp.exp2(top - top.max(axis=1, keepdims=True))
+    weight = weight / weight.sum(axis=1, keepdims=True)
+    return (out.astype(jnp.float32) * weight).sum(axis=1).astype(out.dtype)
 
 
-def _call(out_type, page: int, splits: int, padded_rows: int, width: int, tuning: Tuning):
+def _kernel(out_type: list[jax.ShapeDtypeStruct], page: int, stages: int, columns: int) -> Callable:
     """The kernel for these static sizes."""
-    b, g = out_type[0].shape[:2]
-    stages = tuning.stages or (4 if width == 64 else 3)
+    b, splits, _, g, _, width = out_type[0].shape
     tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    bf16 = jnp.bfloat16
+    bf16, pages = jnp.bfloat16, BLOCK_KEYS // page
     scratch = {
-        "q_s": plgpu.SMEM((QUERY_ROWS, width), bf16, transforms=tiles),
-        "k_s": plgpu.SMEM((stages, BLOCK_KEYS, width), bf16, transforms=tiles),
-        "v_s": plgpu.SMEM((stages, BLOCK_KEYS, width), bf16, transforms=tiles),
-        "q_full": plgpu.Barrier(),
-        "k_full": plgpu.Barrier(num_arrivals=BLOCK_KEYS // page, num_barriers=stages),
-        "v_full": plgpu.Barrier(num_arrivals=BLOCK_KEYS // page, num_barriers=stages),
+        "queries": plgpu.SMEM((columns, width), bf16, transforms=tiles),
+        "keys": plgpu.SMEM((stages, BLOCK_KEYS, width), bf16, transforms=tiles),
+        "values": plgpu.SMEM((stages, BLOCK_KEYS, width), bf16, transforms=tiles),
+        "weights": plgpu.SMEM((columns, BLOCK_KEYS), bf16, transforms=tiles),
+        "out": plgpu.SMEM((columns, width), bf16),
+        "queries_full": plgpu.Barrier(),
+        "keys_full": plgpu.Barrier(num_arrivals=pages, num_barriers=stages),
+        "values_full": plgpu.Barrier(num_arrivals=pages, num_barriers=stages),
     }
-    if tuning.weights_in_smem:
-        scratch["weights_s"] = plgpu.SMEM((QUERY_ROWS, BLOCK_KEYS), bf16, transforms=tiles)
     if splits > 1:
-        scratch["top_s"] = plgpu.SMEM((QUERY_ROWS,), jnp.float32)
-        scratch["total_s"] = plgpu.SMEM((QUERY_ROWS,), jnp.float32)
-    body = _one_share if splits == 1 else _several_shares
+        scratch |= {name: plgpu.SMEM((columns,), jnp.float32) for name in ("top", "total")}
     return plgpu.kernel(
-        functools.partial(body, page=page, splits=splits, padded_rows=padded_rows),
+        _attend,
         out_type=out_type,
         scratch_types=scratch,
         grid=(splits, g, b),
         grid_names=("split", "kv_head", "sequence"),
         kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            reduction_scratch_bytes=0,
-            unsafe_no_auto_barriers=not tuning.auto_barriers,
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )
 
 
-def _one_share(q_g, k_g, v_g, table_g, limits_g, blocks_g, out_g, **refs) -> None:
-    _attend(q_g, k_g, v_g, table_g, limits_g, blocks_g, out_g, None, None, **refs)
-
-
-def _several_shares(q_g, k_g, v_g, table_g, limits_g, blocks_g, out_g, top_g, total_g, **refs) -> None:
-    _attend(q_g, k_g, v_g, table_g, limits_g, blocks_g, out_g, top_g, total_g, **refs)
-
-
-def _attend(
-    q_g,
-    k_g,
-    v_g,
-    table_g,
-    limits_g,
-    blocks_g,
-    out_g,
-    top_g,
-    total_g,
-    *,
-    page: int,
-    splits: int,
-    padded_rows: int,
-    q_s,
-    k_s,
-    v_s,
-    q_full,
-    k_full,
-    v_full,
-    weights_s=None,
-    top_s=None,
-    total_s=None,
-) -> None:
-    """One sequence, one KV head, one share of the keys."""
+def _attend(q_g, k_g, v_g, table_g, limits_g, blocks_g, out_g, *sums_g, **scratch: jax.Ref) -> None:
+    """One sequence, one KV head, one share of the keys. The names with _g are in device memory."""
+    shared = _Shared(**scratch)
     split, head, sequence = (lax.axis_index(name) for name in ("split", "kv_head", "sequence"))
-    stages, width = k_s.shape[0], k_s.shape[2]
-    rows = pl.ds(0, padded_rows)
-    plgpu.copy_gmem_to_smem(q_g.at[sequence, head], q_s.at[rows], q_full)
+    stages, _, width = shared.keys.shape
+    columns = shared.queries.shape[0]
+    pages = BLOCK_KEYS // k_g.shape[1]
+    plgpu.copy_gmem_to_smem(q_g.at[sequence, head], shared.queries, shared.queries_full)
 
+    splits = out_g.shape[1]
     share = lax.div(blocks_g[sequence] + (splits - 1), jnp.int32(splits))
     first = split * share
     count = jnp.clip(blocks_g[sequence] - first, 0, share)
 
-    def pages(block: jax.Array) -> tuple[jax.Array, ...]:
-        column = (first + block) * (BLOCK_KEYS // page)
-        last = table_g.shape[1] - 1
-        return tuple(table_g[sequence, jnp.minimum(column + i, last)] for i in range(BLOCK_KEYS // page))
+    def pages_of(block: jax.Array) -> tuple[jax.Array, ...]:
+        column = (first + block) * pages
+        return tuple(table_g[sequence, jnp.minimum(column + i, table_g.shape[1] - 1)] for i in range(pages))
 
-    def fetch(own: tuple[jax.Array, ...], stage: jax.Array) -> None:
-        for i, one in enumerate(own):
-            place = pl.ds(i * page, page)
-            plgpu.copy_gmem_to_smem(k_g.at[one, :, head], k_s.at[stage, place], k_full.at[stage])
-            plgpu.copy_gmem_to_smem(v_g.at[one, :, head], v_s.at[stage, place], v_full.at[stage])
-
+    fetch_keys = functools.partial(_fetch, k_g, head, shared.keys, shared.keys_full)
+    fetch_values = functools.partial(_fetch, v_g, head, shared.values, shared.values_full)
     # A table entry is a trip to memory: all that the first blocks need are asked for at once, and the loop
     # holds the entries of the block that it will fetch next.
-    ahead = [pages(jnp.int32(i)) for i in range(stages + 1)]
+    ahead = [pages_of(jnp.int32(i)) for i in range(stages + 1)]
     for i in range(stages):
-        pl.when(i < count)(functools.partial(fetch, ahead[i], jnp.int32(i)))
-    limits = plgpu.load(limits_g.at[sequence], layout=_ROW, optimized=False)
-    plgpu.barrier_wait(q_full)
+        pl.when(i < count)(functools.partial(fetch_keys, ahead[i], jnp.int32(i)))
+        pl.when(i < count)(functools.partial(fetch_values, ahead[i], jnp.int32(i)))
+    limits = plgpu.load(limits_g.at[sequence], layout=_PER_QUERY, optimized=False)
+    plgpu.barrier_wait(shared.queries_full)
+    # A sum over keys crosses warps: once at the end, where there are registers to keep all terms until then.
+    late_sum = columns <= LATE_SUM_COLUMNS
 
     def step(block: jax.Array, carry: tuple):
         acc, top, total, own = carry
         stage = lax.rem(block, jnp.int32(stages))
-        plgpu.barrier_wait(k_full.at[stage])
-        scores = _matmul(q_s, k_s.at[stage].T, BLOCK_KEYS)
-        key = plgpu.broadcasted_iota(jnp.int32, (QUERY_ROWS, BLOCK_KEYS), 1, layout=_WGMMA)
-        seen = key + (first + block) * BLOCK_KEYS <= _across(limits, BLOCK_KEYS)
-        scores = jnp.where(seen, scores * (width**-0.5 * LOG2_E), MASKED)
-        new_top = jnp.maximum(top, scores.max(axis=1))
+        plgpu.barrier_wait(shared.keys_full.at[stage])
+        scores = _scores(shared.keys.at[stage], shared.queries, limits - (first + block) * BLOCK_KEYS)
+        new_top = jnp.maximum(top, scores.max(axis=0))
         shrink = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores - _across(new_top, BLOCK_KEYS))
-        total = total * shrink + weights.sum(axis=1)
-        plgpu.barrier_wait(v_full.at[stage])
-        left = weights.astype(jnp.bfloat16)
-        if weights_s is not None:
-            weights_s[...] = left
-            plgpu.commit_smem()
-            left = weights_s
-        mixed = _matmul(left, v_s.at[stage], width)
-        acc = acc * _across(shrink, width) + mixed
-        plgpu.commit_smem()  # all four warps are done with this stage
-        pl.when(block + stages < count)(functools.partial(fetch, own, stage))
-        return acc, new_top, total, pages(block + stages + 1)
+        weights = jnp.exp2(scores - _down(new_top, BLOCK_KEYS))
+        if late_sum:
+            total = total * _down(shrink, BLOCK_KEYS) + weights
+        else:
+            total = total * shrink + weights.sum(axis=0)
+        shared.weights.T[...] = plgpu.layout_cast(weights.astype(jnp.bfloat16), _TRANSPOSED)
+        plgpu.commit_smem()  # the weights are there for all, and all four warps are done with the keys
+        more = block + stages < count
+        pl.when(more)(functools.partial(fetch_keys, own, stage))
+        plgpu.barrier_wait(shared.values_full.at[stage])
+        mixed = _matmul(shared.values.at[stage].T, shared.weights.T, (width, columns))
+        acc = acc * _down(shrink, width) + mixed
+        plgpu.commit_smem()  # and now with the values
+        pl.when(more)(functools.partial(fetch_values, own, stage))
+        return acc, new_top, total, pages_of(block + stages + 1)
 
-    acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, width), jnp.float32), _WGMMA)
-    top = plgpu.layout_cast(jnp.full((QUERY_ROWS,), MASKED, jnp.float32), _ROW)
-    total = plgpu.layout_cast(jnp.zeros((QUERY_ROWS,), jnp.float32), _ROW)
-    acc, top, total, _ = lax.fori_loop(0, count, step, (acc, top, total, ahead[stages]))
+    terms = ((BLOCK_KEYS, columns), _WGMMA) if late_sum else ((columns,), _PER_QUERY)
+    start = (_full(0.0, (width, columns), _WGMMA), _full(MASKED, (columns,), _PER_QUERY), _full(0.0, *terms))
+    acc, top, total, _ = lax.fori_loop(0, count, step, (*start, ahead[stages]))
+    total = total.sum(axis=0) if late_sum else total
+    # A share without keys has total 0 and will weigh 0; its zeros must not become NaN.
+    acc = acc / _down(jnp.where(total == 0.0, 1.0, total), width)
+    _write(shared, acc, top, total, out_g.at[sequence, split], head, [x.at[sequence, split] for x in sums_g])
 
-    # A share without keys has total 0 and gets weight 0; its zeros must not become NaN.
-    acc = acc / _across(jnp.where(total == 0.0, 1.0, total), width)
-    plgpu.commit_smem()  # and with the queries, whose place the result takes
-    q_s[...] = acc.astype(jnp.bfloat16)
-    if top_s is not None:
-        top_s[...], total_s[...] = top, total
+
+def _fetch(cache_g, head, ring, full, own: tuple[jax.Array, ...], stage: jax.Array) -> None:
+    """Sends for one block, a copy a page, from the cache [P, page, G, H]."""
+    page = cache_g.shape[1]
+    for i, one in enumerate(own):
+        place = ring.at[stage, pl.ds(i * page, page)]
+        plgpu.copy_gmem_to_smem(cache_g.at[one, :, head], place, full.at[stage])
+
+
+def _scores(keys, queries, limits: jax.Array) -> jax.Array:
+    """[keys, queries] in base 2, keys past a query's limit (counted from this block's first) masked."""
+    columns, width = queries.shape
+    scores = _matmul(keys, queries.T, (BLOCK_KEYS, columns)) * (width**-0.5 * LOG2_E)
+    key = plgpu.broadcasted_iota(jnp.int32, (BLOCK_KEYS, columns), 0, layout=_WGMMA)
+    return jnp.where(key <= _down(limits, BLOCK_KEYS), scores, MASKED)
+
+
+def _write(shared: _Shared, acc, top, total, out_g, head, sums_g) -> None:
+    """Results [H, queries] to [T, G, Q, H], by way of shared memory; with several shares also what joins them."""
+    tokens, _, per_kv, _ = out_g.shape
+    shared.out.T[...] = plgpu.layout_cast(acc.astype(jnp.bfloat16), _TRANSPOSED)
+    if sums_g:
+        assert shared.top is not None and shared.total is not None
+        shared.top[...], shared.total[...] = top, total
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q_s.at[rows], out_g.at[sequence, head, split])
-    if top_s is not None:
-        plgpu.copy_smem_to_gmem(top_s.at[rows], top_g.at[sequence, head, split])
-        plgpu.copy_smem_to_gmem(total_s.at[rows], total_g.at[sequence, head, split])
+    for token in range(tokens):
+        plgpu.copy_smem_to_gmem(shared.out.at[pl.ds(token * per_kv, per_kv)], out_g.at[token, head])
+    for kept, kept_g in zip((shared.top, shared.total), sums_g, strict=False):
+        plgpu.copy_smem_to_gmem(kept, kept_g.at[head])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _matmul(left, right, columns: int) -> jax.Array:
+def _matmul(left, right, shape: tuple[int, int]) -> jax.Array:
     def run(acc):
         plgpu.wgmma(acc, left, right)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC((QUERY_ROWS, columns), jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
 
-def _across(row: jax.Array, columns: int) -> jax.Array:
-    return lax.broadcast_in_dim(row, (QUERY_ROWS, columns), [0])
+def _full(value: float, shape: tuple[int, ...], layout) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _down(per_query: jax.Array, rows: int) -> jax.Array:
+    return lax.broadcast_in_dim(per_query, (rows, *per_query.shape), [1])

@@ -10,7 +10,7 @@ from tests.house.source import ROOT, Module, all_modules, product_modules
 # A unit may import units of lower layers, and itself.
 LAYERS = (
     ("mtp_jax.errors",),
-    ("mtp_jax.config", "mtp_jax.request", "mtp_jax.shapes"),
+    ("mtp_jax.config", "mtp_jax.request", "mtp_jax.shapes", "mtp_jax.progress"),
     ("mtp_jax.scheduler", "mtp_jax.text", "sharding", "pallas_kernels"),
     ("mtp_jax.models",),
     ("mtp_jax.loading",),

@@ -42,3 +42,11 @@ def test_heads(tmp_path):
     for place in (tmp_path, tmp_path / "c.safetensors", tmp_path / "a.bin"):
         with pytest.raises(InvalidValueError, match=legal):
             resolve_mtp_head(place)
+
+
+def test_paths_that_cannot_be_looked_at():
+    for path in ("x" * 5000 + ".gguf", "~nobody-has-this-name/m.gguf"):
+        with pytest.raises(InvalidValueError, match=r"^--model: got .*an existing \.gguf file"):
+            resolve_model(path)
+        with pytest.raises(InvalidValueError, match=r"^--mtp-head: got .*exactly one"):
+            resolve_mtp_head(path)

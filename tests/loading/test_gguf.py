@@ -1,5 +1,6 @@
 """GGUF files: every supported type read back exactly, and every file we must refuse."""
 
+import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import gguf
@@ -10,7 +11,7 @@ import pytest
 from mtp_jax.config import RopeScaling
 from mtp_jax.errors import CheckpointError
 from mtp_jax.loading import GGUFFile, default_model_path, resolve_model
-from mtp_jax.loading.gguf_blocks import dequantize
+from mtp_jax.loading.gguf_blocks import OTHER_TYPE_NAMES, TYPE_NAMES, dequantize
 from mtp_jax.loading.gguf_file import hf_name, llama3_divisors, split_rotary_halves
 from tests.loading.tiny_gguf import HEAD_DIM, TinyGGUF, interleaved_rows
 
@@ -51,7 +52,7 @@ def test_config_comes_from_the_metadata(tmp_path):
     assert (config.head_dim, config.intermediate_size, config.max_position_embeddings) == (16, 96, 128)
     assert (config.rope_theta, config.rms_norm_eps, config.rope_scaling) == (50000.0, 1e-5, None)
     assert not config.tie_word_embeddings and not config.attention_bias
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 9))
+    assert config.eos_token_ids == (2, 9)
 
 
 def test_qwen2_has_biases_and_tied_models_no_head(tmp_path):
@@ -120,9 +121,23 @@ def test_a_type_we_cannot_read_is_named_with_its_tensor(tmp_path):
         GGUFFile(tmp_path / "tiny.gguf")
 
 
+def test_type_names_are_the_format_s():
+    assert {kind.value: kind.name for kind in Kind} == TYPE_NAMES | OTHER_TYPE_NAMES
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
+        ({"general.alignment": 0}, r"general\.alignment: got 0"),
+        ({"general.alignment": "x"}, r"general\.alignment: got 'x'"),
+        ({"llama.block_count": 2**31}, r"block_count: got 2147483648.*10000"),
+        ({"llama.block_count": 0}, r"block_count: got 0"),
+        ({"llama.attention.head_count": 0}, r"head_count: got 0"),
+        ({"llama.embedding_length": 64.5}, r"embedding_length: got 64\.5.*integer"),
+        ({"llama.rope.freq_base": float("nan")}, r"freq_base: got nan"),
+        ({"llama.attention.layer_norm_rms_epsilon": 0.0}, r"epsilon: got 0\.0"),
+        ({"tokenizer.ggml.eos_token_id": 40}, r"eos_token_id: got 40.*0 to 39"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, r"eos_token_id: got 'x'"),
         ({"general.architecture": "gemma"}, r"general\.architecture: got 'gemma'.*llama, qwen2"),
         ({"llama.rope.scaling.type": "yarn"}, r"scaling\.type: got 'yarn'.*linear"),
         ({"llama.rope.dimension_count": 8}, r"dimension_count: got 8.*16"),
@@ -130,7 +145,7 @@ def test_a_type_we_cannot_read_is_named_with_its_tensor(tmp_path):
         ({"llama.block_count": 3}, r"model\.layers\.2\..*no such tensor"),
         ({"llama.block_count": 1}, r"model\.layers\.1\..*does not have"),
         ({"llama.feed_forward_length": 128}, r"mlp\.gate_proj\.weight: got \[96, 64\].*\[128, 64\]"),
-        ({"llama.context_length": "many"}, r"context_length: got 'many'.*number"),
+        ({"llama.context_length": "many"}, r"context_length: got 'many'.*integer"),
     ],
 )
 def test_metadata_that_cannot_be_served(tmp_path, metadata, message):
@@ -170,6 +185,34 @@ def test_other_files_and_versions(tmp_path):
         GGUFFile(path)
     path.write_bytes(b"GGUF" + bytes([0, 0, 0, 3]) + bytes(100))  # big-endian
     with pytest.raises(CheckpointError, match="2 or 3, little-endian"):
+        GGUFFile(path)
+
+
+def test_a_path_that_cannot_be_read(tmp_path):
+    with pytest.raises(CheckpointError, match=r"got 'Is a directory'.*a readable GGUF file"):
+        GGUFFile(tmp_path)  # root may read every file, but no directory as one
+
+
+def header_of(*tensor: int) -> bytes:
+    """A file with one tensor `t` of the given dimensions, F32, and no metadata."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 1) + b"t"
+    return head + struct.pack(f"<I{len(tensor)}Q", len(tensor), *tensor) + struct.pack("<IQ", 0, 0)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4, 0), (2**32, 2**32), (2**63, 2)])
+def test_shapes_that_no_file_holds(tmp_path, shape):
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(header_of(*shape) + bytes(64))
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf: (t: .*without zeros|file size)"):
+        GGUFFile(path)
+
+
+def test_lists_in_lists_without_end(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    nested = struct.pack("<IQ", 9, 1) * 5000  # each level: a list of one list
+    key = struct.pack("<Q", 1) + b"k" + struct.pack("<I", 9)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + nested)
+    with pytest.raises(CheckpointError, match="a header that breaks off"):
         GGUFFile(path)
 
 

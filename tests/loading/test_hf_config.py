@@ -43,7 +43,7 @@ def test_defaults(read):
     config = read(num_key_value_heads=None)
     assert (config.num_key_value_heads, config.head_dim, config.rope_theta) == (4, 16, 10000.0)
     assert (config.rms_norm_eps, config.tie_word_embeddings, config.attention_bias) == (1e-6, False, False)
-    assert (config.bos_token_id, config.eos_token_ids, config.rope_scaling) == (None, (), None)
+    assert (config.eos_token_ids, config.rope_scaling) == ((), None)
 
 
 def test_head_dim_of_its_own(read):
@@ -105,6 +105,13 @@ def test_end_of_sequence_ids_of_both_files(read):
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: rope_type: got 'yarn'.*llama3"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: got None"),
         ({"rope_scaling": 3}, "rope_scaling: got 3; expected an object"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000; .* at most 10000"),
+        ({"hidden_size": 10**400}, "hidden_size: got 1000.*at most"),
+        ({"rope_theta": 10**400}, "rope_theta: got 1000.*above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta: got inf"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: got nan"),
+        ({"rope_scaling": [1]}, r"rope_scaling: got \[1\]; expected an object"),
+        ({"model_type": ["llama"]}, "model_type: got"),
         ({"eos_token_id": "</s>"}, "eos_token_id: got '</s>'; expected a token id"),
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers: got -1"),
     ],
@@ -119,8 +126,14 @@ def test_no_configuration(tmp_path):
         config_from_directory(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
+@pytest.mark.parametrize("text", ["{", "[]", "5", "", "\ufeff{}", "[" * 100_000])
 def test_a_configuration_that_is_no_object(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json"):
+        config_from_directory(tmp_path)
+
+
+def test_a_configuration_that_cannot_be_read(tmp_path):
+    (tmp_path / "config.json").mkdir()  # root may read every file, but no directory as one
+    with pytest.raises(CheckpointError, match=r"config\.json: got 'Is a directory'"):
         config_from_directory(tmp_path)

@@ -13,9 +13,9 @@ from pathlib import Path
 from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import CheckpointError, InvalidRequestError
+from mtp_jax.progress import Report
 from mtp_jax.request import EngineRequest, FinishReason, RequestOutput, SpeculationStats
 from mtp_jax.server.arguments import ServeOptions
-from mtp_jax.server.interface import Report
 
 EOS = 0
 VOCAB = 0x110000
@@ -24,15 +24,23 @@ VOCAB = 0x110000
 class CharacterTokenizer:
     vocab_size = VOCAB
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(character) for character in text]
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [[ord(character) for character in text] for text in texts]
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode_batch(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        return [self.decode(ids) for ids in sequences]
+
+    def max_text_bytes(self, num_tokens: int) -> int:
+        return 4 * num_tokens  # no character is longer
+
+    @staticmethod
+    def decode(ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in ids if token != EOS)
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, object]],
+        /,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         **variables: object,

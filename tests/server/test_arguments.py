@@ -6,7 +6,10 @@ import pytest
 
 from mtp_jax import cli
 from mtp_jax.config import EngineConfig
-from mtp_jax.server.arguments import FLAGS, ServeOptions, make_parser, parse_options
+from mtp_jax.engine.build import EngineOptions, draw_blueprint
+from mtp_jax.server.arguments import CHOSEN, FLAGS, ServeOptions, make_parser, parse_options
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -30,10 +33,28 @@ def test_help_names_every_default() -> None:
     text = " ".join(make_parser("x").format_help().split())
     for flags in FLAGS.values():
         for field in flags:
-            default = getattr(EngineConfig(), field, None)
+            default = CHOSEN.get(field, getattr(EngineConfig(), field, None))
             if field != "dtype" and default is not None:
                 assert f"(default: {default})" in text, field
     assert "--host HOST" in text and "(default: 127.0.0.1)" in text
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("model", [str(GOLDEN / "tiny_mimo"), None], ids=["with MTP", "default"])
+def test_help_calls_chosen_what_the_engine_chooses(
+    monkeypatch: pytest.MonkeyPatch, backend: str, model: str | None
+) -> None:
+    """Every flag whose value is not EngineConfig's default; on CPU, the values that help names."""
+    monkeypatch.setattr("jax.default_backend", lambda: backend)
+    config = draw_blueprint(EngineOptions(model=model)).config
+    flags = {field for group in FLAGS.values() for field in group}
+    differing = {name for name in flags if getattr(config, name, None) != getattr(EngineConfig(), name, None)}
+    assert differing - {"dtype"} <= CHOSEN.keys()  # dtype's default is "auto"
+    if backend == "cpu":
+        for name in ("max_num_seqs", "prefill_chunk", "max_rounds"):
+            assert CHOSEN[name].endswith(f"; {getattr(config, name)} on CPU")
+    else:
+        assert {"max_num_seqs", "prefill_chunk", "max_rounds", "dtype"} <= differing
 
 
 def test_flags_reach_the_engine() -> None:
@@ -61,6 +82,15 @@ def test_flags_reach_the_engine() -> None:
         (["--num-pages", "5", "--kv-cache-gib", "1"], ["--kv-cache-gib", "--num-pages"]),
         (["--drain-timeout", "-1"], ["--drain-timeout", "at least 0"]),
         (["--kv-cache-gib", "nan"], ["--kv-cache-gib", "nan"]),
+        (["--kv-cache-gib", "inf"], ["--kv-cache-gib", "inf", "finite"]),
+        (["--drain-timeout", "inf"], ["--drain-timeout", "inf", "finite"]),
+        (["--watchdog-timeout", "1e999"], ["--watchdog-timeout", "1e999", "finite"]),
+        (["--max-body-mib", "nan"], ["--max-body-mib", "nan", "finite"]),
+        (["--page-size", ""], ["--page-size", "''"]),
+        (["--api-key", ""], ["--api-key", "''", "not empty"]),
+        (["--api-key", " "], ["--api-key", "not empty"]),
+        (["--host", ""], ["--host", "not empty"]),
+        (["--model", ""], ["--model", "not empty"]),
         (["--config", "/nowhere.toml"], ["--config", "/nowhere.toml", "No such file"]),
     ],
     ids=lambda value: " ".join(value)[:40],
@@ -82,6 +112,8 @@ def test_bad_flags(capsys: pytest.CaptureFixture[str], argv: list[str], parts: l
         ("stages = 0", ["--stages", "at least 1"]),
         ("dtype = 'int8'", ["dtype", "int8", "bfloat16"]),
         ("host = 5", ["host", "quotes"]),
+        ("api_key = ''", ["api_key", "not empty"]),
+        ("drain_timeout = inf", ["drain_timeout", "finite"]),
         ("no_prefix_caching = 1", ["no_prefix_caching", "true or false"]),
         ("[stages]\nx = 1", ["stages"]),
         ("config = 'other.toml'", ["config", "known key"]),

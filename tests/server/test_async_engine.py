@@ -1,19 +1,30 @@
 """The engine's thread: outputs in order, aborts, and no hang when it dies."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from mtp_jax.config import EngineConfig
 from mtp_jax.errors import EngineDeadError, InvalidRequestError
-from mtp_jax.request import EngineRequest, SamplingParams, expand_request
+from mtp_jax.request import EngineRequest, RequestOutput, SamplingParams, expand_request
 from mtp_jax.server.async_engine import AsyncEngine, ServerStoppingError, State
 from tests.server.scripted import ScriptedEngine
 
 
 def _request(name: str, prompt: str, **params) -> EngineRequest:
     return expand_request(name, [ord(c) for c in prompt], SamplingParams(temperature=0, **params))[0]
+
+
+async def _generate(engine: AsyncEngine, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+    submission = await engine.submit([request])
+    try:
+        async for _, output in submission:
+            yield output
+    finally:
+        submission.close()
 
 
 def _run(
@@ -33,21 +44,30 @@ def _run(
     return core
 
 
-def test_generate() -> None:
+def test_outputs() -> None:
     async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
-        outputs = [output async for output in engine.generate(_request("a", "abc!", max_tokens=9))]
+        outputs = [output async for output in _generate(engine, _request("a", "abc!", max_tokens=9))]
         assert "".join(output.text for output in outputs) == "abc"
         assert [output.finish_reason for output in outputs] == [None, None, None, "stop"]
+        assert outputs[-1].stop_reason is None  # the end-of-sequence token is no stop token
         assert engine.num_live == 0
 
     assert _run(body).closed
+
+
+def test_a_stop_token_is_the_stop_reason() -> None:
+    async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
+        request = _request("a", "abc", stop_token_ids=(ord("b"),))
+        assert [output.stop_reason async for output in _generate(engine, request)][-1] == ord("b")
+
+    _run(body)
 
 
 def test_many_at_once_keep_their_own_text() -> None:
     async def one(engine: AsyncEngine, number: int) -> None:
         prompt = f"<{number}>"
         text = ""
-        async for output in engine.generate(_request(f"r{number}", prompt, max_tokens=3 * len(prompt))):
+        async for output in _generate(engine, _request(f"r{number}", prompt, max_tokens=3 * len(prompt))):
             text += output.text
         assert text == prompt * 3
 
@@ -59,7 +79,7 @@ def test_many_at_once_keep_their_own_text() -> None:
 
 def test_leaving_the_generator_aborts() -> None:
     async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
-        outputs = engine.generate(_request("a", "abc", max_tokens=500))
+        outputs = _generate(engine, _request("a", "abc", max_tokens=500))
         await anext(outputs)
         await outputs.aclose()
         assert engine.num_live == 0
@@ -110,11 +130,20 @@ def test_a_dead_engine_ends_everything() -> None:
     assert _run(body).closed
 
 
-def test_drain_waits_and_then_cuts() -> None:
+def test_drain_waits_and_refuses() -> None:
     async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
         short = await engine.submit([_request("a", "abc", max_tokens=5)])
         assert await engine.drain(5)
         assert len([output async for output in short]) == 5
+        with pytest.raises(ServerStoppingError):  # it passed the gate before the drain began
+            await engine.submit([_request("c", "abc")])
+        assert engine.num_live == 0
+
+    _run(body, step_seconds=0.005)
+
+
+def test_drain_cuts_what_takes_too_long() -> None:
+    async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
         long = await engine.submit([_request("b", "abc", max_tokens=500)])
         assert not await engine.drain(0.05)
         with pytest.raises(ServerStoppingError):
@@ -122,6 +151,34 @@ def test_drain_waits_and_then_cuts() -> None:
                 await anext(long)
 
     _run(body, step_seconds=0.005)
+
+
+def test_clients_hear_of_a_death_before_the_engine_is_closed() -> None:
+    """Closing may have to wait for a compiler."""
+    release = threading.Event()
+
+    class SlowToClose(ScriptedEngine):
+        def close(self) -> None:
+            release.wait(10)
+            super().close()
+
+    core = SlowToClose(EngineConfig(max_num_seqs=2, num_pages=32))
+
+    async def main() -> None:
+        engine = AsyncEngine(lambda report: core)
+        engine.start()
+        await engine.loaded.wait()
+        started = time.monotonic()
+        submission = await engine.submit([_request("a", "CRASH")])
+        with pytest.raises(EngineDeadError):
+            await anext(submission)
+        await asyncio.wait_for(engine.ended.wait(), 5)
+        assert time.monotonic() - started < 5 and engine.state is State.DEAD and not core.closed
+        release.set()
+        await asyncio.to_thread(engine._thread.join, 10)
+        assert core.closed and engine.state is State.DEAD
+
+    asyncio.run(main())
 
 
 def test_a_failing_load_is_reported() -> None:

@@ -167,6 +167,24 @@ def test_json_logs() -> None:
     assert "3 prompt + 60 completion tokens" in finished["message"]
 
 
+@pytest.mark.parametrize(
+    "command", [["-m", "mtp_jax.serve"], ["-m", "mtp_jax", "serve"]], ids=lambda command: command[1]
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_modules_are_imported(command: list[str], number: signal.Signals) -> None:
+    arguments = [sys.executable, "-X", "importtime", *command, "--port", "0"]
+    with subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:  # each module as its import is over
+            if line.endswith(" uvicorn.config\n"):
+                break
+        process.send_signal(number)
+        rest = process.stderr.read()
+        assert process.wait(30) == 128 + number
+    assert "Traceback" not in rest and "KeyboardInterrupt" not in rest
+    assert "mtp_jax.server.launch" not in rest  # still importing
+
+
 def test_the_module_itself_is_the_command() -> None:
     command = [sys.executable, "-m", "mtp_jax.serve", "--stages", "x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

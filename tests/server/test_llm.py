@@ -70,6 +70,9 @@ def test_refusals_leave_nothing_behind(llm: LLM) -> None:
 def test_bad_options() -> None:
     with pytest.raises(InvalidValueError, match="page_sise"):
         LLM(MODEL, page_sise=4)
+    for gib in (float("inf"), float("nan"), 0.0):
+        with pytest.raises(InvalidValueError, match=r"kv_cache_gib: got .*finite"):
+            LLM(MODEL, kv_cache_gib=gib)
     with pytest.raises(InvalidValueError, match="--model"):
         LLM("/nowhere")
     with pytest.raises(InvalidValueError, match="stages"):

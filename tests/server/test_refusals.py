@@ -1,11 +1,16 @@
 """Bad requests: the right status, OpenAI's shape, and the parameter by name."""
 
+import asyncio
 import json
+import threading
+import time
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from mtp_jax.loading import resolve_model
 from tests.server.running import LocalServer, local_server
 
 COMPLETION = {"prompt": "ab", "max_tokens": 4}
@@ -49,6 +54,7 @@ def _error(answer: httpx.Response, status: int) -> dict:
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [0x110000]}, "prompt"),
         ({"prompt": "x" * 128}, "prompt"),
+        ({"prompt": ["ab", "x" * 513]}, "prompt"),
         ({"prompt": [[97]] * 1025}, "prompt"),
         ({"echo": True}, "echo"),
         ({"logprobs": 0}, "logprobs"),
@@ -87,6 +93,7 @@ def test_bad_completion(http: httpx.Client, change: dict, param: str) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
         ({"prompt": "x"}, "prompt"),
     ],
     ids=lambda value: json.dumps(value)[:40],
@@ -192,7 +199,91 @@ def test_body_limit(http: httpx.Client) -> None:
         for start in range(0, len(big), 10_000):
             yield big[start : start + 10_000]
 
-    _error(http.post("/v1/completions", content=pieces(), headers=headers), 413)
+    answer = http.post("/v1/completions", content=pieces(), headers=headers)
+    assert _error(answer, 413)["code"] == "body_too_large"
+
+
+def test_text_and_ids_beyond_any_context(http: httpx.Client) -> None:
+    """Refused before anybody tokenizes or decodes them: 4 bytes a token, 4 contexts of 128 tokens."""
+    assert http.post("/tokenize", json={"prompt": "x" * 512}).json()["count"] == 512
+    messages = [{"role": "user", "content": "x" * 600}]
+    assert _error(http.post("/tokenize", json={"prompt": "x" * 513}), 400)["param"] == "prompt"
+    assert _error(http.post("/tokenize", json={"messages": messages}), 400)["param"] == "messages"
+    assert _error(http.post("/v1/chat/completions", json={"messages": messages}), 400)["param"] == "messages"
+    assert http.post("/detokenize", json={"tokens": [65] * 512}).json() == {"prompt": "A" * 512}
+    error = _error(http.post("/detokenize", json={"tokens": [65] * 513}), 400)
+    assert error["param"] == "tokens" and "512" in error["message"]
+
+
+def test_a_default_length_that_does_not_fit_is_nobody_s_mistake(http: httpx.Client) -> None:
+    body = {"prompt": ["x" * 122, "ab"], "temperature": 0}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    assert [len(choice["text"]) for choice in choices] == [6, 16]
+    assert [choice["finish_reason"] for choice in choices] == ["length", "length"]
+
+
+def test_long_work_leaves_the_event_loop() -> None:
+    """All prompts of a call are tokenized at once, off the loop's thread; so is detokenizing."""
+    with local_server() as watched:
+        tokenizer, calls = watched.engine.tokenizer, []
+        for name in ("encode_batch", "decode_batch", "apply_chat_template"):
+            original = getattr(tokenizer, name)
+
+            def recorded(*arguments, work=original, name=name, **more):
+                on_loop = asyncio._get_running_loop() is not None
+                calls.append((name, len(arguments[0]), on_loop))
+                return work(*arguments, **more)
+
+            setattr(tokenizer, name, recorded)
+
+        def post(path: str, **body: object) -> list[tuple[str, int, bool]]:
+            calls.clear()
+            assert httpx.post(watched.url + path, json=body).status_code == 200
+            return list(calls)
+
+        many = ["some prompt"] * 256
+        assert post("/v1/completions", prompt=many, max_tokens=1) == [("encode_batch", 256, False)]
+        assert post("/v1/completions", prompt="short", max_tokens=1) == [("encode_batch", 1, True)]
+        messages = [{"role": "user", "content": "x"}] * 60
+        chat = [("apply_chat_template", 60, False), ("encode_batch", 1, True)]
+        assert post("/v1/chat/completions", messages=messages, max_tokens=1) == chat
+        pieces = post("/tokenize", prompt="ab" * 600, return_token_strs=True)
+        assert pieces == [("encode_batch", 1, False), ("decode_batch", 1200, False)]
+        assert post("/detokenize", tokens=[65] * 2000) == [("decode_batch", 1, False)]
+
+
+def test_health_answers_while_a_long_text_is_tokenized() -> None:
+    with local_server("--max-model-len", "100000", "--num-pages", "8") as busy:
+        busy.engine.tokenizer = resolve_model(None).tokenizer()
+        words = np.random.default_rng(0).integers(97, 123, 400_000).astype(np.uint8)
+        words[::9] = ord(" ")
+        body = {"prompt": words.tobytes().decode()}
+        answers: list[httpx.Response] = []
+        worker = threading.Thread(
+            target=lambda: answers.append(httpx.post(busy.url + "/tokenize", json=body, timeout=60))
+        )
+        worker.start()
+        slowest, count = 0.0, 0
+        with httpx.Client(base_url=busy.url) as client:
+            while worker.is_alive():
+                started = time.monotonic()
+                assert client.get("/health").status_code == 200
+                slowest, count = max(slowest, time.monotonic() - started), count + 1
+        assert answers[0].json()["count"] > 100_000
+        assert count > 5 and slowest < 0.5, (count, slowest)
+
+
+def test_a_bug_is_answered_with_the_request_s_id() -> None:
+    with local_server() as broken:
+
+        def encode_batch(texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+            raise RuntimeError("a bug")
+
+        broken.engine.tokenizer.encode_batch = encode_batch
+        headers = {"X-Request-Id": "r-5"}
+        answer = httpx.post(broken.url + "/v1/completions", json=COMPLETION, headers=headers)
+        assert _error(answer, 500)["code"] == "internal_error"
+        assert answer.headers.get_list("x-request-id") == ["r-5"]
 
 
 def test_api_key() -> None:

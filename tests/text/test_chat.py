@@ -54,6 +54,16 @@ def test_variables_of_the_caller():
     assert tokenizer.apply_chat_template(HELLO, enable_thinking=False) == "False <s>"
 
 
+@pytest.mark.parametrize("name", ["self", "messages", "tools", "documents", "add_generation_prompt", "a b"])
+def test_no_variable_breaks_or_replaces_anything(name):
+    tokenizer = with_template("{{ messages[0].content }} {{ add_generation_prompt }} {{ tools is none }}")
+    variables = {name: None} if name in ("tools", "add_generation_prompt") else {name: 1}
+    if name == "add_generation_prompt":  # a parameter of its own
+        assert tokenizer.apply_chat_template(HELLO, **{name: False}) == "Hello False True"
+    else:
+        assert tokenizer.apply_chat_template(HELLO, **variables) == "Hello True True"
+
+
 def test_the_date():
     text = with_template("{{ strftime_now('%Y') }}").apply_chat_template(HELLO)
     assert abs(int(text) - datetime.datetime.now().year) <= 1
@@ -74,6 +84,8 @@ def test_templates_by_name():
         ("{{ messages.append(1) }}", "chat template accepts"),  # the sandbox forbids changes
         ("{{ ''.__class__.__mro__ }}", "chat template accepts"),
         ("{% for %}", "chat template accepts"),
+        ("{{ 1 // 0 }}", "chat template accepts"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "chat template accepts"),
     ],
 )
 def test_refusals_are_the_request_s_field(template, message):
