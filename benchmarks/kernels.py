@@ -1,21 +1,24 @@
 """Kernels beside XLA on this machine's GPU: errors against fp32, then device time.
 
-    python benchmarks/kernels.py --models smollm2_135m,mimo_7b --loads 64x1x160/1024,8x2x8192/8192 --json OUT.jsonl
-    python benchmarks/kernels.py --tunings 'stages=2;stages=3;splits=4,stages=3'
+    python benchmarks/kernels.py --models smollm2_135m,mimo_7b --loads 64x1x160/1024,8x2x8192/8192
+    python benchmarks/kernels.py --tunings 'stages=2;stages=3;splits=4,stages=3' --profile --json OUT.jsonl
 
-A load is batch x query tokens a row x live positions / table positions. Every case draws fresh random inputs; pages
-that no row owns, and what the results are written over, hold NaN. Errors are ‖out - ref‖ / ‖ref‖ against the fp32
-reference, over rows of ragged lengths up to `live`; all repeats of a call must agree bit by bit.
+A load is batch x query tokens a row x live positions / table positions, or `all`. Every case
+draws fresh random inputs; pages that no row owns, and what the results are written over, hold NaN. Errors are
+‖out - ref‖ / ‖ref‖ against the fp32 reference, over rows of ragged lengths up to `live`; repeats must agree
+bit by bit.
 
 Time is that of one attention in a device loop of a static count, over as many different caches as exceed the
-L2 cache (up to --layers), each call fed with the last one's result: what a decode step sees, launches included. All
-rows then have `live` positions. `floor us` is keys and values of the live positions, read once at --bandwidth.
+L2 cache (up to --layers), each call fed with the last one's result, as in a decode step, launches included.
+All rows then have `live` positions. `floor us` is keys and values of the live positions, read once at
+--bandwidth. With --profile follow the three longest kernels of one attention, in us.
 """
 
 import argparse
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -31,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.circumstances import circumstances
 from mtp_jax.engine.paged import Segment, _attend
 from pallas_kernels.paged_attention import mosaic_gpu, reference
-from pallas_kernels.paged_attention.shapes import MODELS, PAGE_SIZE, Heads, Load
+from pallas_kernels.paged_attention.shapes import MODELS, PAGE_SIZE, Heads, Load, loads
 
 L2_BYTES = 60e6
 REPEATS = 10  # calls that must agree, and calls timed
@@ -58,8 +61,8 @@ class Case:
         load = self.load
         shape = f"{load.batch:>3}x{load.queries}x{load.live}/{load.table}"
         return (
-            f"{self.model:16} {shape:>16} {self.name:24} {self.error:9.1e} {self.us:9.2f} {self.floor_us:9.2f}"
-            f" {self.floor_us / self.us * 100:5.0f}%  {self.note}"
+            f"{self.model:16} {shape:>16} {self.name:24} {self.error:9.1e} {self.us:9.2f}"
+            f" {self.floor_us:9.2f} {self.floor_us / self.us * 100:5.0f}%  {self.note}"
         )
 
 
@@ -75,7 +78,7 @@ def xla(
 
 
 def draw(heads: Heads, load: Load, seed: int, layers: int, ragged: bool) -> Inputs:
-    """Random queries and caches, a table of shuffled pages, NaN in pages of nobody; ragged or all `live` long."""
+    """Random queries and caches, shuffled pages, NaN in pages of nobody; rows are ragged or `live` long."""
     key = iter(jax.random.split(jax.random.key(seed), 4 + 2 * layers))
     width = load.table // PAGE_SIZE
     own, pages = load.batch * -(-load.live // PAGE_SIZE), load.batch * -(-load.live // PAGE_SIZE) + 8
@@ -85,14 +88,10 @@ def draw(heads: Heads, load: Load, seed: int, layers: int, ragged: bool) -> Inpu
     )
     order = jax.random.permutation(next(key), pages)
     owned = order[:own].reshape(load.batch, -1)
-    table = (
-        jnp.broadcast_to(order[-1], (load.batch, width)).at[:, : owned.shape[1]].set(owned).astype(jnp.int32)
-    )
+    table = jnp.broadcast_to(order[-1], (load.batch, width)).at[:, : owned.shape[1]].set(owned)
     last = jnp.full((load.batch,), load.live - 1, jnp.int32)
     if ragged:
-        last = (
-            jax.random.randint(next(key), (load.batch,), load.queries - 1, load.live).at[0].set(load.live - 1)
-        )
+        last = jax.random.randint(next(key), last.shape, load.queries - 1, load.live).at[0].set(last[0])
     positions = last[:, None] - load.queries + 1 + jnp.arange(load.queries, dtype=jnp.int32)
     caches = [
         tuple(
@@ -101,7 +100,7 @@ def draw(heads: Heads, load: Load, seed: int, layers: int, ragged: bool) -> Inpu
         )
         for _ in range(layers)
     ]
-    return q, caches, table, positions
+    return q, caches, table.astype(jnp.int32), positions
 
 
 def loop(attend: Attention, turns: int) -> Attention:
@@ -167,11 +166,9 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     """Runs everything asked for, as long as there is time."""
     end = time.monotonic() + arguments.seconds
     tunings = [read_tuning(text) for text in arguments.tunings.split(";")]
-    for seed, (model, load) in enumerate(
-        (model, read_load(text))
-        for text in arguments.loads.split(",")
-        for model in arguments.models.split(",")
-    ):
+    wanted = loads() if arguments.loads == "all" else [read_load(one) for one in arguments.loads.split(",")]
+    pairs = itertools.product(wanted, arguments.models.split(","))
+    for seed, (load, model) in enumerate(pairs):
         heads = MODELS[model]
         live_bytes = 4 * load.batch * load.live * heads.kv_heads * heads.width
         layers = int(min(max(2, L2_BYTES // live_bytes + 1), arguments.layers))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mtp_jax.models.layers import KVCache
+from pallas_kernels.paged_attention import NotHereError, paged_attention
 
 MASKED = -1e30  # score of a position that is not seen
 
@@ -70,7 +71,7 @@ class PagedAttention:
         mixed, first = [], 0
         for segment in self.segments:
             rows = q[first : first + segment.num_tokens]
-            mixed.append(_attend(rows, keys, values, segment))
+            mixed.append(_attend_segment(rows, keys, values, segment))
             first += segment.num_tokens
         return jnp.concatenate(mixed), (keys, values)
 
@@ -95,6 +96,15 @@ def _write_rows(cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.
     # XLA expands a scatter of one row into a select, and copies the cache for it; this is in place.
     zero = jnp.int32(0)
     return jax.lax.dynamic_update_slice(cache, rows[None], (page[0], offset[0], zero, zero))
+
+
+def _attend_segment(q: jax.Array, keys: jax.Array, values: jax.Array, segment: Segment) -> jax.Array:
+    """q [B * T, G, Q, H] over the pages of each row: by the kernel where there is one for it, else by XLA."""
+    rows = q.reshape(*segment.positions.shape, *q.shape[1:])
+    try:
+        return paged_attention(rows, keys, values, segment.table, segment.positions).reshape(q.shape)
+    except NotHereError:
+        return _attend(q, keys, values, segment)
 
 
 def _attend(q: jax.Array, keys: jax.Array, values: jax.Array, segment: Segment) -> jax.Array:

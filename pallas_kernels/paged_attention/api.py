@@ -33,10 +33,10 @@ def paged_attention(
         scores = where(s <= p[b, t], scores, -inf)
         out = einsum("btgqs,bsgh->btgqh", softmax(scores), v)
 
-    Time and memory traffic follow the longest position of each row, not the table's width. Table columns behind
-    it may hold anything, and no page is read but those in front of it; their entries must be pages that exist.
-    Inside the last page, positions that no query sees must hold finite values. Rows that are dead may have any
-    positions: they cost what the clipped positions say, and their result is finite if their pages are.
+    Time and memory traffic follow the longest position of each row, not the table's width. No page is read
+    but those up to that position; table columns behind it may hold anything. Inside its page, positions that
+    no query sees must hold finite values. Dead rows may have any positions and pages: they cost what the
+    clipped positions say, and touch no other row's result.
 
     The cache is read where it lies, in whole pages. Works inside shard_map with check_vma on.
 

@@ -10,6 +10,7 @@ warpgroups fit a multiprocessor and hide each other's softmax. With more than on
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ SMEM_BYTES = 227 * 1024  # of a multiprocessor
 MASKED = -1e30  # finite, so that a query that sees nothing of a block has no NaN
 LOG2_E = 1.4426950408889634
 
+Ref = Any  # what Pallas passes to a kernel; its own annotations do not fit one another
 _WGMMA = plgpu.Layout.WGMMA
 _PER_QUERY = plgpu.Layout.WGMMA.reduce(0)
 _TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
@@ -50,16 +52,16 @@ class Tuning:
 class _Shared:
     """Shared memory and barriers of one warpgroup."""
 
-    queries: jax.Ref
-    keys: jax.Ref
-    values: jax.Ref
-    weights: jax.Ref
-    out: jax.Ref
-    queries_full: jax.Ref
-    keys_full: jax.Ref
-    values_full: jax.Ref
-    top: jax.Ref | None = None
-    total: jax.Ref | None = None
+    queries: Ref
+    keys: Ref
+    values: Ref
+    weights: Ref
+    out: Ref
+    queries_full: Ref
+    keys_full: Ref
+    values_full: Ref
+    top: Ref = None  # these two with several shares only
+    total: Ref = None
 
 
 def why_not(q: jax.Array, keys: jax.Array) -> str | None:
@@ -161,7 +163,7 @@ def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
 def _kernel(out_type: list[jax.ShapeDtypeStruct], page: int, stages: int, columns: int) -> Callable:
     """The kernel for these static sizes."""
     b, splits, _, g, _, width = out_type[0].shape
-    tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
     bf16, pages = jnp.bfloat16, BLOCK_KEYS // page
     scratch = {
         "queries": plgpu.SMEM((columns, width), bf16, transforms=tiles),
@@ -188,7 +190,7 @@ def _kernel(out_type: list[jax.ShapeDtypeStruct], page: int, stages: int, column
     )
 
 
-def _attend(q_g, k_g, v_g, table_g, limits_g, blocks_g, out_g, *sums_g, **scratch: jax.Ref) -> None:
+def _attend(q_g, k_g, v_g, table_g, limits_g, blocks_g, out_g, *sums_g, **scratch: Ref) -> None:
     """One sequence, one KV head, one share of the keys. The names with _g are in device memory."""
     shared = _Shared(**scratch)
     split, head, sequence = (lax.axis_index(name) for name in ("split", "kv_head", "sequence"))
@@ -268,11 +270,10 @@ def _scores(keys, queries, limits: jax.Array) -> jax.Array:
 
 
 def _write(shared: _Shared, acc, top, total, out_g, head, sums_g) -> None:
-    """Results [H, queries] to [T, G, Q, H], by way of shared memory; with several shares also what joins them."""
+    """Results [H, queries] to [T, G, Q, H] through shared memory, and of several shares what joins them."""
     tokens, _, per_kv, _ = out_g.shape
     shared.out.T[...] = plgpu.layout_cast(acc.astype(jnp.bfloat16), _TRANSPOSED)
     if sums_g:
-        assert shared.top is not None and shared.total is not None
         shared.top[...], shared.total[...] = top, total
     plgpu.commit_smem()
     for token in range(tokens):
@@ -287,7 +288,7 @@ def _matmul(left, right, shape: tuple[int, int]) -> jax.Array:
         plgpu.wgmma(acc, left, right)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def _full(value: float, shape: tuple[int, ...], layout) -> jax.Array:

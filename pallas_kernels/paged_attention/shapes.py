@@ -14,7 +14,7 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A decode step: `batch` rows of `queries` tokens each, `live` positions read, in a table of `table` positions."""
+    """A decode step: `batch` rows of `queries` tokens, with `live` positions each, in tables of `table`."""
 
     batch: int
     queries: int

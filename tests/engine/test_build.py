@@ -27,7 +27,7 @@ def test_defaults() -> None:
     ("overrides", "message"),
     [
         ({"stages": 6}, r"--stages: got 6; expected .*1 to 5"),
-        ({"stages": 9}, r"--stages.* needs 9 devices; this process sees 8"),
+        ({"stages": 9}, r"--stages: got 9; .*\(9 x 1 x 1 = 9\) up to 8, the devices"),
         ({"max_model_len": 20000}, r"--max-model-len: got 20000; expected up to 16384"),
         ({"num_speculative_tokens": 9}, r"num_speculative_tokens: got 9; expected 0 to 8"),
         ({"page_size": 6}, r"page_size: got 6; expected a multiple of 4"),
@@ -57,12 +57,13 @@ def test_axes_to_come(axis: str) -> None:
 
 
 def test_memory_choices() -> None:
-    """Pages: as given; as many as the bytes hold; at most what could ever be used."""
+    """Pages: as given; as many as the bytes hold; else what suits the slots."""
     assert draw(num_pages=77).config.num_pages == 77
     given = draw(kv_cache_gib=0.01)
     assert given.memory.cache <= 0.01 * 2**30 < given.memory.cache + given.memory.page
-    default = draw(max_num_seqs=2, max_model_len=64, page_size=16)
-    assert default.config.num_pages == 2 * 4
+    small = {"max_num_seqs": 2, "max_model_len": 64, "page_size": 16}
+    assert draw(**small).config.num_pages == 4 * 2 * 4, "four times the slots, for the prefix cache"
+    assert draw(**small, enable_prefix_caching=False).config.num_pages == 2 * 4
     with pytest.raises(InvalidValueError, match=r"--kv-cache-gib: got 1e-09; expected at least"):
         draw(kv_cache_gib=1e-9)
 

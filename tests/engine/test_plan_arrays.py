@@ -4,8 +4,8 @@ import numpy as np
 
 from mtp_jax.config import EngineConfig
 from mtp_jax.engine.buckets import Bucket
-from mtp_jax.engine.plan_arrays import MAX_STOP_IDS, RESULT_FIELDS, PlanWriter, read_results
-from mtp_jax.scheduler.plan import Chunk, DispatchPlan, RowResult, SlotView
+from mtp_jax.engine.plan_arrays import RESULT_FIELDS, PlanWriter, read_results
+from mtp_jax.scheduler.plan import DEVICE_STOP_TOKENS, Chunk, DispatchPlan, RowResult, SlotView
 from sharding.mesh import make_mesh
 from sharding.placement import make_placement
 
@@ -41,11 +41,11 @@ def test_fields() -> None:
     assert arrays.num_drafts is not None and arrays.num_drafts.tolist() == [1, 0, 0]
     assert arrays.table.tolist() == [[5, 6, *[0] * 6], [0] * 8, [2, *[0] * 7]]
     np.testing.assert_allclose(arrays.temperature, [0.5, 0, 0])
-    np.testing.assert_allclose(arrays.top_p, [0.9, 0, 1])
+    np.testing.assert_allclose(arrays.top_p, [0.9, 1, 1])
     assert arrays.top_k.tolist() == [3, 0, 0]
     assert arrays.seed.tolist() == [[2**32 - 2, 2**32 - 1], [0, 0], [0, 0]]
-    assert arrays.stop_ids[0].tolist() == [-1] * MAX_STOP_IDS
-    assert arrays.stop_ids[2].tolist() == list(range(MAX_STOP_IDS))
+    assert arrays.stop_ids[0].tolist() == [-1] * DEVICE_STOP_TOKENS
+    assert arrays.stop_ids[2].tolist() == list(range(DEVICE_STOP_TOKENS))
     chunks = arrays.chunks
     assert chunks is not None
     assert (chunks.slot.tolist(), chunks.generation.tolist()) == ([0, 2], [0, 9])

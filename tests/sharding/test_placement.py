@@ -16,7 +16,7 @@ def test_mesh_axes() -> None:
 
 
 def test_mesh_needs_devices() -> None:
-    with pytest.raises(ValueError, match=r"--stages 3 x --data 1 x --tensor 4 needs 12 devices; .* sees 8"):
+    with pytest.raises(ValueError, match=r"\(3 x 1 x 4 = 12\) up to 8, the devices of this process"):
         make_mesh(3, 1, 4)
 
 

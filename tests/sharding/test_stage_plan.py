@@ -41,10 +41,11 @@ def test_empty_slots() -> None:
 
 
 def test_describe() -> None:
-    assert StagePlan(((0, 1, 2), (3, 4))).describe() == "0-2 | 3-4"
+    assert StagePlan(((0, 1), (2, 3))).describe() == "layers 0-1 | 2-3"
+    assert StagePlan(((0, 1, 2), (3, 4))).describe() == "layers 0-2 | 3-4 (17% of the slots are empty)"
 
 
 @pytest.mark.parametrize("stages", [0, 6])
 def test_refuses(stages: int) -> None:
-    with pytest.raises(ValueError, match=rf"--stages: got {stages}; expected 1 to 5"):
+    with pytest.raises(ValueError, match="1 to 5, the model's number of layers"):
         balanced_plan(5, stages)
