@@ -46,7 +46,6 @@ LLAMA_135M = ModelConfig(
     rms_norm_eps=1e-5,
     max_position_embeddings=8192,
     tie_word_embeddings=True,
-    bos_token_id=1,
     eos_token_ids=(2,),
 )
 MIMO = ModelConfig(
@@ -63,7 +62,6 @@ MIMO = ModelConfig(
     max_position_embeddings=8192,
     attention_bias=True,
     num_nextn_predict_layers=1,
-    bos_token_id=1,
     eos_token_ids=(2,),
 )
 TINY = ModelConfig(
@@ -79,7 +77,6 @@ TINY = ModelConfig(
     max_position_embeddings=512,
     attention_bias=True,
     num_nextn_predict_layers=1,
-    bos_token_id=1,
     eos_token_ids=(2,),
 )
 # Name -> shape, standard deviation of the weights, whether the MTP module is made to agree with its target.
@@ -170,7 +167,6 @@ def config_json(model: ModelConfig) -> dict[str, object]:
         "max_position_embeddings",
         "tie_word_embeddings",
         "attention_bias",
-        "bos_token_id",
     )
     values: dict[str, object] = {name: getattr(model, name) for name in plain}
     values |= {

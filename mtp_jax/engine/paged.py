@@ -99,7 +99,7 @@ def _write_rows(cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.
 
 
 def _attend_segment(q: jax.Array, keys: jax.Array, values: jax.Array, segment: Segment) -> jax.Array:
-    """q [B * T, G, Q, H] over the pages of each row: by the kernel where there is one for it, else by XLA."""
+    """q [B * T, G, Q, H] over the pages of each row: by the kernel where there is one, else by XLA."""
     rows = q.reshape(*segment.positions.shape, *q.shape[1:])
     try:
         return paged_attention(rows, keys, values, segment.table, segment.positions).reshape(q.shape)
