@@ -1,11 +1,14 @@
 """From options to a running engine: resolve, plan memory, read, place, compile."""
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.buckets import Bucket, BucketTable
@@ -15,6 +18,7 @@ from mtp_jax.engine.memory import MemoryPlan, plan_memory
 from mtp_jax.engine.plan_arrays import PlanArrays, PlanWriter
 from mtp_jax.engine.state import EngineState, init_state, state_shapes, state_specs
 from mtp_jax.engine.step import Program, dividing_sizes
+from mtp_jax.engine.trees import spec_of, stand_in
 from mtp_jax.engine.weights import WeightLayout, Weights
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError
 from mtp_jax.loading import WeightSource, default_model_path, open_mtp_head, resolve_model, resolve_mtp_head
@@ -29,6 +33,7 @@ from sharding.stage_plan import balanced_plan
 EngineFieldValue = int | str | bool
 
 DEFAULT_DRAFTS = 1  # drafts a round where a model brings an MTP module and the user says nothing
+COMPILER_THREADS = 2  # at the start: one traces while the other waits for XLA
 CPU_CONTEXT, ACCELERATOR_CONTEXT = 2048, 8192  # tokens of max_model_len unless the user asks for more
 
 
@@ -126,25 +131,28 @@ def build_engine(options: EngineOptions, report: Report = lambda phase, done, to
 
 
 def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: None) -> Engine:
-    """Builds the engine of a blueprint."""
+    """Builds the engine of a blueprint: compiles while it reads, for a program needs only shapes."""
     config, program, layout = blueprint.config, blueprint.program, blueprint.program.layout
-    weights = layout.load(blueprint.source.read, blueprint.read_mtp, lambda d, t: report("reading", d, t))
-    report("placing", 0, 1)
     shapes = state_shapes(layout.model, config, layout.plan.num_slots, layout.padded_vocab)
     specs = state_specs(layout.model, config, layout.placement, layout.plan.num_slots)
-    state = init_state(shapes, specs, layout.placement)
-    jax.block_until_ready((weights, state))
-    report("placing", 1, 1)
-
-    writer = PlanWriter(config, layout.placement)
-    background = blueprint.options.background_compile
-    executables = Executables(program, _shapes_of(weights, state, config, writer), background=background)
-    table = blueprint.buckets
-    first = table.first()
-    for index, bucket in enumerate(first):
-        report("compiling", index, len(first))
-        executables.compile(bucket)
-    report("compiling", len(first), len(first))
+    background, table = blueprint.options.background_compile, blueprint.buckets
+    executables = Executables(program, _shapes_of(program, shapes, specs), background=background)
+    with concurrent.futures.ThreadPoolExecutor(COMPILER_THREADS, "mtp-jax-compile") as pool:
+        compiles = [pool.submit(executables.compile, bucket) for bucket in table.first()]
+        try:
+            weights = layout.load(
+                blueprint.source.read, blueprint.read_mtp, lambda done, total: report("reading", done, total)
+            )
+            report("placing", 0, 1)
+            state = init_state(shapes, specs, layout.placement)
+            jax.block_until_ready((weights, state))
+            report("placing", 1, 1)
+            for done, compiled in enumerate(concurrent.futures.as_completed(compiles)):
+                report("compiling", done, len(compiles))
+                compiled.result()
+            report("compiling", len(compiles), len(compiles))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     scheduler = Scheduler(
         config,
         eos_token_ids=layout.model.eos_token_ids,
@@ -161,28 +169,31 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
         scheduler=scheduler,
         executables=executables,
         buckets=table,
-        writer=writer,
+        writer=PlanWriter(config, layout.placement),
         weights=weights,
         state=state,
     )
 
 
 def _shapes_of(
-    weights: Weights, state: EngineState, config: EngineConfig, writer: PlanWriter
+    program: Program, shapes: EngineState, specs: EngineState
 ) -> Callable[[Bucket], tuple[Weights, EngineState, PlanArrays]]:
     """Shapes and placements to compile for: exactly those of the arrays that the step will get."""
+    layout = program.layout
 
-    def abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+    def placed(shape: jax.Array, spec: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(layout.placement.mesh, spec_of(spec))
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    weight_shapes, abstract_state = jax.tree.map(abstract, weights), jax.tree.map(abstract, state)
+    weights = jax.tree.map(placed, layout.shapes(), layout.specs())
+    state = jax.tree.map(placed, shapes, specs)
 
-    def shapes(bucket: Bucket) -> tuple[Weights, EngineState, PlanArrays]:
-        idle = idle_plan(bucket, config)
-        plan = PlanWriter(config, writer.placement).write(idle, bucket)
-        return weight_shapes, abstract_state, jax.tree.map(abstract, plan)
+    def of_bucket(bucket: Bucket) -> tuple[Weights, EngineState, PlanArrays]:
+        idle = idle_plan(bucket, program.config)
+        plan = PlanWriter(program.config, layout.placement).write(idle, bucket)
+        return weights, state, jax.tree.map(lambda x: placed(x, stand_in(P())), plan)
 
-    return shapes
+    return of_bucket
 
 
 def idle_plan(bucket: Bucket, config: EngineConfig) -> DispatchPlan:

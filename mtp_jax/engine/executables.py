@@ -6,6 +6,7 @@ exact one is compiled in the background. Nothing is compiled that nobody asked f
 the compiler would take the cores that the first requests need.
 """
 
+import collections
 import logging
 import queue
 import threading
@@ -52,7 +53,9 @@ class Executables:
     ):
         self._program, self._shapes = program, shapes
         self._ready: dict[Bucket, Compiled] = {}
-        self._compiling = threading.Lock()
+        self._compiling: collections.defaultdict[Bucket, threading.Lock] = collections.defaultdict(
+            threading.Lock
+        )
         self._wanted: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._asked: set[Bucket] = set()
         self._closing = False
@@ -63,8 +66,11 @@ class Executables:
             self._thread.start()
 
     def compile(self, bucket: Bucket) -> Compiled:
-        """The executable of exactly this bucket, compiled now if it is not there."""
-        with self._compiling:
+        """The executable of exactly this bucket, compiled now if it is not there.
+
+        Several threads may compile different buckets at once; for one bucket the later ones wait.
+        """
+        with self._locks[bucket]:
             if bucket not in self._ready:
                 began = time.perf_counter()
                 weights, state, plan = self._shapes(bucket)

@@ -1,7 +1,7 @@
 """Kernels beside XLA on this machine's GPU: errors against fp32, then device time.
 
-    python benchmarks/kernels.py --models smollm2_135m,mimo_7b --loads 64x1x160/1024,8x2x8192/8192
-    python benchmarks/kernels.py --tunings 'stages=2;stages=3;splits=4,stages=3' --profile --json OUT.jsonl
+    python benchmarks/pallas_ops.py --models smollm2_135m,mimo_7b --loads 64x1x160/1024,8x2x8192/8192
+    python benchmarks/pallas_ops.py --tunings 'stages=2;stages=3;splits=4,stages=3' --profile --json OUT.jsonl
 
 A load is batch x query tokens a row x live positions / table positions, or `all`. Every case
 draws fresh random inputs; pages that no row owns, and what the results are written over, hold NaN. Errors are
