@@ -53,9 +53,7 @@ class Executables:
     ):
         self._program, self._shapes = program, shapes
         self._ready: dict[Bucket, Compiled] = {}
-        self._compiling: collections.defaultdict[Bucket, threading.Lock] = collections.defaultdict(
-            threading.Lock
-        )
+        self._locks: dict[Bucket, threading.Lock] = collections.defaultdict(threading.Lock)
         self._wanted: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._asked: set[Bucket] = set()
         self._closing = False
