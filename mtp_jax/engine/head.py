@@ -38,8 +38,6 @@ class Head:
     ) -> tuple[Slots, KVCache | None, jax.Array]:
         """hidden [B, T, D] and lane_hidden [C, D] are the residual stream after the last layer.
 
-        Without an MTP module lane_hidden is the chunk's last row alone, [1, D].
-
         Returns (slots, MTP cache, results [B (+1), RESULT_FIELDS + T] int32).
         """
         hidden = rms_norm(hidden, self.final_norm, self.model.rms_norm_eps)
@@ -47,9 +45,8 @@ class Head:
         if chunk is not None:
             assert lane_hidden is not None
             lane_hidden = rms_norm(lane_hidden, self.final_norm, self.model.rms_norm_eps)
-            last = lane_hidden
-            if self.mtp is not None:  # an empty lane has count 0, and a row that is not valid
-                last = jax.lax.dynamic_slice_in_dim(lane_hidden, chunk.count - 1, 1)
+            # An empty lane has count 0, and then a row that is not valid.
+            last = jax.lax.dynamic_slice_in_dim(lane_hidden, chunk.count - 1, 1)
             column = jnp.zeros((1, *hidden.shape[1:]), hidden.dtype).at[0, 0].set(last[0])
             last_rows = jnp.concatenate([hidden, column])
         with jax.named_scope("verify"):

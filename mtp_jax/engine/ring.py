@@ -198,12 +198,7 @@ class Ring:
         """Verifies and drafts what leaves the last stage. Returns (state, results [rows, fields])."""
         rows, chunk = self._leaving(state, leaving)
         hidden = self._from_last_stage(rows_x)
-        lane_hidden = None
-        if lane_x is not None:
-            assert chunk is not None
-            if self.head.mtp is None:  # only the last token's row is of use
-                lane_x = jax.lax.dynamic_slice_in_dim(lane_x, chunk.count - 1, 1)
-            lane_hidden = self._from_last_stage(lane_x)
+        lane_hidden = None if lane_x is None else self._from_last_stage(lane_x)
 
         def run(slots, mtp_cache, hidden, lane_hidden):
             return self.head(slots, mtp_cache, rows, chunk, hidden, lane_hidden)
