@@ -126,6 +126,10 @@ def test_a_dead_engine_ends_everything() -> None:
         assert engine.state is State.DEAD and not engine.healthy
         with pytest.raises(EngineDeadError):
             await engine.submit([_request("c", "abc")])
+        # Clients are told first; the engine's own thread closes it after that.
+        deadline = time.monotonic() + 10
+        while not core.closed and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
 
     assert _run(body).closed
 
