@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.circumstances import circumstances, load_average
+from mtp_jax.bench.circumstances import circumstances, load_average
 from mtp_jax.loading import default_model_path
 
 FOLDER = Path(__file__).resolve().parent

@@ -27,13 +27,15 @@ from pathlib import Path
 import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.circumstances import circumstances, load_average
+from mtp_jax.bench.circumstances import circumstances, load_average
 from mtp_jax.engine.build import EngineOptions, construct, draw_blueprint
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.prepare import CACHE_OFF, prepare_jax
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.request import EngineRequest, SamplingParams
+from pallas_kernels.decode_attention import api as decode_attention
+from pallas_kernels.few_rows import api as few_rows
 
 EVERY_RUN = ("decode_tokens_per_s", "whole_s")  # recorded for every run, not only the fastest
 MAX_WARMUPS = 4  # runs without a single new executable must come before that
@@ -228,6 +230,7 @@ def benchmark(args: argparse.Namespace, k: int, max_rounds: int | None) -> list[
         runs = measure(driver, batch, work)
         row = {"model": blueprint.model_name, "k": k, "max_rounds": engine.config.max_rounds, "batch": batch}
         row |= {"stages": args.stages, "dtype": engine.config.dtype, "prompt": args.prompt, "new": args.new}
+        row["xla_layers"] = args.xla_layers
         row |= runs[0].figures() | {"compile_s": driver.compile_seconds - compiled}
         figures = [run.figures() for run in runs]
         row |= {f"{name}_of_all_runs": [each[name] for each in figures] for name in EVERY_RUN}
@@ -281,6 +284,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="any other field of EngineConfig, such as page_size=32")  # fmt: skip
     parser.add_argument("--repeat", type=int, default=3, help="timed runs; the fastest is shown")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--xla-layers", action="store_true", help="decode without pallas_kernels/few_rows"
+                        " and decode_attention: what they bring")  # fmt: skip
     parser.add_argument("--compile-cache", default=CACHE_OFF, help="folder for compiled programs")
     parser.add_argument("--json", type=Path, help="file to append one line a result to")
     return parser.parse_args(argv)
@@ -289,6 +294,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     prepare_jax(args.stages, args.compile_cache)
+    if args.xla_layers:
+        few_rows.on_hopper = decode_attention.on_hopper = lambda: False
     print(*described_machine(), "", sep="\n", flush=True)
     rows, refused = [], []
     for max_rounds in args.max_rounds:

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.circumstances import circumstances
+from mtp_jax.bench.circumstances import circumstances
 from mtp_jax.engine.paged import Segment, _attend
 from pallas_kernels.paged_attention import mosaic_gpu, reference
 from pallas_kernels.paged_attention.shapes import MODELS, PAGE_SIZE, Heads, Load, loads

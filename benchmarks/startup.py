@@ -20,7 +20,7 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.circumstances import circumstances, load_average
+from mtp_jax.bench.circumstances import circumstances, load_average
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1  # often enough for what is measured in seconds

@@ -1,4 +1,4 @@
-"""The `mtp-jax` command: `mtp-jax serve ...`, `mtp-jax version`."""
+"""The `mtp-jax` command: `mtp-jax serve ...`, `chat`, `bench`, `train`, `version`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +14,26 @@ def _serve(argv: Sequence[str]) -> int:
     return serve(argv, prog="mtp-jax serve")
 
 
+def _chat(argv: Sequence[str]) -> int:
+    exit_on_signals()
+    from mtp_jax.chat.app import main as chat
+
+    return chat(argv, prog="mtp-jax chat")
+
+
+def _bench(argv: Sequence[str]) -> int:
+    exit_on_signals()
+    from mtp_jax.bench.app import main as bench
+
+    return bench(argv, prog="mtp-jax bench")
+
+
+def _train(argv: Sequence[str]) -> int:
+    from mtp_jax.train.__main__ import main as train
+
+    return train(argv, prog="mtp-jax train")
+
+
 def _version(argv: Sequence[str]) -> int:
     if argv:
         print(f"mtp-jax version: got {argv[0]!r}; expected no arguments", file=sys.stderr)
@@ -27,6 +47,9 @@ def _version(argv: Sequence[str]) -> int:
 # Name -> what it does in a line, and the function that takes the remaining arguments.
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "serve": ("serve a model over HTTP with OpenAI's API", _serve),
+    "chat": ("chat with a model in the terminal", _chat),
+    "bench": ("measure a server or the engine", _bench),
+    "train": ("train an MTP head for a model", _train),
     "version": ("print the version", _version),
 }
 

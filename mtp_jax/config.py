@@ -6,6 +6,8 @@ from typing import Literal
 from mtp_jax.errors import InvalidValueError
 
 MAX_SPECULATIVE_TOKENS = 8
+AUTO = "auto"  # num_speculative_tokens: as many drafts as measurements say that pay,
+AUTO_DRAFTS = 3  # and at most so many: a fourth rarely does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +59,15 @@ class EngineConfig:
     page_size: int = 16  # tokens a KV page
     num_pages: int = 1024  # KV pages of every layer's cache
     num_speculative_tokens: int = 0  # K: drafts a round; 0 is plain decoding by the same code
+    adaptive_drafts: bool = False  # make fewer drafts, down to none, where measurements say that it pays
+    adaptive_start: int | None = None  # and begin with this many; None is K
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
     prefill_chunk: int = 64  # prompt tokens a tick at most
     max_rounds: int = 1  # R: rounds of the ring a dispatch at most (a power of two up to 8)
     min_rows: int = 1  # rows a group at least; 2 on GPUs, where one row lowers to slow reductions
     min_table_tokens: int = 256  # smallest bucket of context length that is compiled for
     table_growth: int = 4  # factor from one bucket to the next: 2 wastes less attention, compiles more
+    static_sampling: bool = False  # executables by kind of sampling: conditionals are slow on GPUs
     enable_prefix_caching: bool = True
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
@@ -74,6 +79,9 @@ class EngineConfig:
         if self.num_speculative_tokens not in range(MAX_SPECULATIVE_TOKENS + 1):
             legal = f"0 to {MAX_SPECULATIVE_TOKENS}"
             raise InvalidValueError("num_speculative_tokens", self.num_speculative_tokens, legal)
+        if self.adaptive_start is not None and self.adaptive_start not in range(MAX_SPECULATIVE_TOKENS + 1):
+            legal = f"None or 0 to {MAX_SPECULATIVE_TOKENS}"
+            raise InvalidValueError("adaptive_start", self.adaptive_start, legal)
         if self.max_rounds not in (1, 2, 4, 8):
             raise InvalidValueError("max_rounds", self.max_rounds, "1, 2, 4 or 8")
         choices = {
@@ -86,6 +94,12 @@ class EngineConfig:
                 raise InvalidValueError(name, getattr(self, name), " or ".join(map(str, legal)))
         if self.page_size % 4:
             raise InvalidValueError("page_size", self.page_size, "a multiple of 4")
+
+    @property
+    def initial_drafts(self) -> int:
+        """Drafts a round to begin with."""
+        start = self.adaptive_start if self.adaptive_drafts else None
+        return self.num_speculative_tokens if start is None else min(start, self.num_speculative_tokens)
 
     @property
     def rows_per_group(self) -> int:

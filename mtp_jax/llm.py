@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from tqdm import tqdm
 
@@ -67,7 +67,8 @@ class LLM:
     Args:
       model: Hugging Face directory or GGUF file; None is the default model.
       stages, tensor, data: the mesh; their product is the number of devices.
-      num_speculative_tokens: drafts a round. None: 1 where the model has an MTP module, else 0.
+      num_speculative_tokens: drafts a round. None or "auto": where the model has an MTP module, 0 to 3,
+        whatever is measured to be the fastest; else 0.
       dtype: `float32`, `bfloat16` or `float16`; None chooses by device.
       max_model_len: tokens of prompt and completion together. None chooses by model and device.
       mtp_head: file or folder with the weights of an MTP module.
@@ -88,7 +89,7 @@ class LLM:
         stages: int = 1,
         tensor: int = 1,
         data: int = 1,
-        num_speculative_tokens: int | None = None,
+        num_speculative_tokens: int | Literal["auto"] | None = None,
         dtype: str | None = None,
         max_model_len: int | None = None,
         mtp_head: str | Path | None = None,

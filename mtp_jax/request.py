@@ -134,3 +134,6 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens answered by the prefix cache
     queued_seconds: float | None = None  # waited for a slot; set on the first increment
     speculation: SpeculationStats | None = None  # set on the last increment
+    # Half-open ranges of `text`, in order and apart, whose characters came from accepted drafts; a
+    # character belongs to the token that completed it.
+    accepted_spans: tuple[tuple[int, int], ...] = ()

@@ -1,9 +1,35 @@
 """Bucketed sizes: which executables there can be, and which must be there before serving."""
 
 import dataclasses
+import enum
+from collections.abc import Iterable
 
 from mtp_jax.config import EngineConfig, power_of_two_buckets
-from mtp_jax.scheduler.plan import DispatchPlan
+from mtp_jax.scheduler.plan import DispatchPlan, SlotView
+
+
+class Sampling(enum.IntEnum):
+    """What the head must be able to do; each kind can do what the ones before it can.
+
+    The first three decide on the host. A conditional on the device costs overlap on a GPU: the host reads
+    its predicate before it launches what follows, and so runs no further ahead than one tick.
+    """
+
+    GREEDY = 0  # argmax: neither temperature nor noise
+    NOISE = 1  # temperature; spread over the head's devices
+    WHOLE = 2  # top-k, top-p and rejection sampling, which need whole rows of the vocabulary
+    ANY = 3  # whatever the rows at hand need, by a conditional on the device
+
+
+def sampling_of(slots: Iterable[SlotView], *, probabilistic: bool) -> Sampling:
+    """What live slots ask for; `probabilistic`: drafts are sampled."""
+    need = Sampling.GREEDY
+    for slot in slots:
+        if slot.generation and slot.temperature > 0:
+            if probabilistic or slot.top_k > 0 or slot.top_p < 1:
+                return Sampling.WHOLE
+            need = Sampling.NOISE
+    return need
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -14,11 +40,20 @@ class Bucket:
     rows: int  # B: rows a group
     width: int  # W: pages of the table
     chunk: int  # C: tokens of the prefill lane; 0 without one
+    drafts: int = 0  # drafts a round that are made and verified, at most the engine's K
+    sampling: Sampling = Sampling.ANY
+
+    @property
+    def name(self) -> str:
+        """Short and unique: the name of its entry point in compile logs and profiles."""
+        sizes = f"r{self.rounds}_b{self.rows}_w{self.width}_c{self.chunk}_k{self.drafts}"
+        return f"step_{sizes}_{self.sampling.name.lower()}"
 
 
-def bucket_of(plan: DispatchPlan) -> Bucket:
-    """The bucket that a plan asks for."""
-    return Bucket(plan.rounds, plan.num_rows, plan.width, plan.chunk_size if plan.has_lane else 0)
+def bucket_of(plan: DispatchPlan, drafts: int = 0, sampling: Sampling = Sampling.ANY) -> Bucket:
+    """The bucket that a plan asks for, with these many drafts and this kind of sampling."""
+    chunk = plan.chunk_size if plan.has_lane else 0
+    return Bucket(plan.rounds, plan.num_rows, plan.width, chunk, drafts, sampling)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +64,10 @@ class BucketTable:
     widths: tuple[int, ...]  # pages
     chunks: tuple[int, ...]  # tokens
     rounds: tuple[int, ...]
+    drafts: int  # k that everything has a fallback for
+    samplings: tuple[
+        Sampling, ...
+    ]  # ANY is always among them: it comes first, and is what others fall back on
 
     @classmethod
     def of(cls, config: EngineConfig) -> "BucketTable":
@@ -40,16 +79,24 @@ class BucketTable:
             ),
             chunks=power_of_two_buckets(min(16, config.prefill_chunk), config.prefill_chunk, factor=4),
             rounds=power_of_two_buckets(1, config.max_rounds),
+            drafts=config.initial_drafts,
+            samplings=tuple(Sampling) if config.static_sampling else (Sampling.ANY,),
         )
 
     def first(self) -> list[Bucket]:
-        """What must be there before serving: the smallest, for a quick start, and what any plan fits into."""
-        rows, width, chunk = self.rows, self.widths, self.chunks
-        small = [Bucket(r, rows[0], width[0], 0) for r in dict.fromkeys((1, self.rounds[-1]))]
-        small.append(Bucket(1, rows[0], width[0], chunk[-1]))
-        large = [Bucket(1, rows[-1], width[-1], 0), Bucket(1, rows[-1], width[-1], chunk[-1])]
-        rounds = [Bucket(r, rows[-1], width[-1], 0) for r in self.rounds[1:]]
-        return list(dict.fromkeys([*small, *large, *rounds]))
+        """The smallest of each kind, which must be there before serving."""
+        return list(dict.fromkeys(self._of_each_kind(0)))
+
+    def fallback(self) -> list[Bucket]:
+        """What any plan fits into: compiled next, so that no plan ever waits for a compiler again."""
+        return [bucket for bucket in dict.fromkeys(self._of_each_kind(-1)) if bucket not in self.first()]
+
+    def _of_each_kind(self, size: int) -> list[Bucket]:
+        """With and without a lane, and for each number of rounds; `size` 0 is smallest, -1 largest."""
+        rows, width, chunk = self.rows[size], self.widths[size], self.chunks[-1]
+        rounds = self.rounds if size else (1, self.rounds[-1])
+        plain = [Bucket(r, rows, width, 0, self.drafts) for r in rounds]
+        return [*plain, Bucket(1, rows, width, chunk, self.drafts)]
 
     def wider(self, bucket: Bucket) -> Bucket | None:
         """The bucket that follows when contexts outgrow this one; None for the widest."""

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtp_jax.config import EngineConfig, ModelConfig
+from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig, ModelConfig
 from mtp_jax.engine.buckets import Bucket, BucketTable
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
@@ -21,7 +22,15 @@ from mtp_jax.engine.step import Program, dividing_sizes
 from mtp_jax.engine.trees import spec_of, stand_in
 from mtp_jax.engine.weights import WeightLayout, Weights
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError
-from mtp_jax.loading import WeightSource, default_model_path, open_mtp_head, resolve_model, resolve_mtp_head
+from mtp_jax.loading import (
+    MTPHead,
+    WeightSource,
+    default_model_path,
+    find_mtp_head,
+    open_mtp_head,
+    resolve_model,
+    resolve_mtp_head,
+)
 from mtp_jax.models.registry import Read, check_supported
 from mtp_jax.progress import Report
 from mtp_jax.scheduler.plan import DispatchPlan, SlotView
@@ -30,16 +39,20 @@ from sharding.mesh import make_mesh
 from sharding.placement import make_placement
 from sharding.stage_plan import balanced_plan
 
+log = logging.getLogger(__name__)
+
 EngineFieldValue = int | str | bool
 
-DEFAULT_DRAFTS = 1  # drafts a round where a model brings an MTP module and the user says nothing
 COMPILER_THREADS = 2  # at the start: one traces while the other waits for XLA
 CPU_CONTEXT, ACCELERATOR_CONTEXT = 2048, 8192  # tokens of max_model_len unless the user asks for more
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """What a user asks for. `overrides` are fields of EngineConfig; the machine decides the others."""
+    """What a user asks for. `overrides` are fields of EngineConfig; the machine decides the others.
+
+    num_speculative_tokens may be "auto" there: up to `AUTO_DRAFTS`, as measurements say.
+    """
 
     model: str | None = None  # directory or GGUF file; None is the default model
     served_model_name: str | None = None
@@ -57,6 +70,7 @@ class Blueprint:
     options: EngineOptions
     source: WeightSource
     read_mtp: Read | None
+    head: MTPHead | None  # where the MTP module does not come from the checkpoint
     program: Program
     buckets: BucketTable
     memory: MemoryPlan
@@ -73,7 +87,7 @@ class Blueprint:
     def model_name(self) -> str:
         if self.options.served_model_name is not None:
             return self.options.served_model_name
-        path = default_model_path() if self.options.model is None else Path(self.options.model).resolve()
+        path = _model_path(self.options)
         return path.stem if path.suffix == ".gguf" else path.name
 
     def describe(self) -> str:
@@ -82,6 +96,12 @@ class Blueprint:
         device = mesh.devices.flat[0]
         k = config.num_speculative_tokens
         speculation = f"K = {k}, {config.draft_sampling} drafts" if k else "off (K = 0)"
+        if config.adaptive_drafts:
+            speculation = f"K = 0 to {k} as measured, {config.draft_sampling} drafts"
+        if k and self.head is not None:
+            rows = self.head.draft_vocab
+            among = "" if rows is None else f", which chooses among {rows} tokens"
+            speculation += f"; MTP head {self.head.path}{among}"
         lines = [
             f"model        {self.source.describe()}",
             f"mesh         stage {config.stages} x data {config.data} x tensor {config.tensor} "
@@ -102,14 +122,16 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     Raises:
       InvalidValueError: an option that cannot work, with the flag's name.
     """
+    path = _model_path(options) if source is None else None
     source = source or resolve_model(options.model)
     source.tokenizer()  # a missing one should be known now, not after the weights are read
     if options.kv_cache_gib is not None and "num_pages" in options.overrides:
         raise InvalidValueError("--kv-cache-gib", options.kv_cache_gib, "not both this and --num-pages")
     model = source.config
     check_supported(model)
-    read_mtp = _mtp_reader(options, source)
-    config = _resolve(options, model, has_mtp=read_mtp is not None)
+    head = _find_head(options, source, path)
+    has_mtp = head is not None or model.num_nextn_predict_layers > 0
+    config = _resolve(options, model, has_mtp=has_mtp)
     if config.data > 1 or config.tensor > 1:
         raise UnsupportedHereError("--data and --tensor above 1 are not supported yet; use --stages")
     mesh = _checked("--stages", config.stages, lambda: make_mesh(config.stages, config.data, config.tensor))
@@ -118,11 +140,15 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
         "--stages", config.stages, lambda: balanced_plan(model.num_hidden_layers, config.stages)
     )
     with_mtp = config.num_speculative_tokens > 0
-    layout = WeightLayout(model, stage_plan, placement, jnp.dtype(config.dtype), with_mtp)
+    draft_vocab = head.draft_vocab if head is not None and with_mtp else None
+    layout = WeightLayout(model, stage_plan, placement, jnp.dtype(config.dtype), with_mtp, draft_vocab)
     memory = plan_memory(layout, config, options.kv_cache_gib, "num_pages" in options.overrides)
     config = dataclasses.replace(config, num_pages=memory.num_pages)
     program = Program(config, layout)
-    return Blueprint(options, source, read_mtp, program, BucketTable.of(config), memory)
+    read_mtp = source.read if head is None else head.read
+    return Blueprint(
+        options, source, read_mtp if has_mtp else None, head, program, BucketTable.of(config), memory
+    )
 
 
 def build_engine(options: EngineOptions, report: Report = lambda phase, done, total: None) -> Engine:
@@ -133,12 +159,15 @@ def build_engine(options: EngineOptions, report: Report = lambda phase, done, to
 def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: None) -> Engine:
     """Builds the engine of a blueprint: compiles while it reads, for a program needs only shapes."""
     config, program, layout = blueprint.config, blueprint.program, blueprint.program.layout
-    shapes = state_shapes(layout.model, config, layout.plan.num_slots, layout.padded_vocab)
+    shapes = state_shapes(layout.model, config, layout.plan.num_slots, layout.padded_draft_vocab)
     specs = state_specs(layout.model, config, layout.placement, layout.plan.num_slots)
     background, table = blueprint.options.background_compile, blueprint.buckets
     executables = Executables(program, _shapes_of(program, shapes, specs), background=background)
     with concurrent.futures.ThreadPoolExecutor(COMPILER_THREADS, "mtp-jax-compile") as pool:
-        compiles = [pool.submit(executables.compile, bucket) for bucket in table.first()]
+        first, fallback = table.first(), table.fallback()
+        if not background:  # nothing may be compiled later than it is wanted
+            first, fallback = [*first, *fallback], []
+        compiles = [pool.submit(executables.compile, bucket) for bucket in first]
         try:
             weights = layout.load(
                 blueprint.source.read, blueprint.read_mtp, lambda done, total: report("reading", done, total)
@@ -153,6 +182,7 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
             report("compiling", len(compiles), len(compiles))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+    executables.expect(fallback)
     scheduler = Scheduler(
         config,
         eos_token_ids=layout.model.eos_token_ids,
@@ -212,11 +242,20 @@ def idle_plan(bucket: Bucket, config: EngineConfig) -> DispatchPlan:
     )
 
 
-def _mtp_reader(options: EngineOptions, source: WeightSource) -> Read | None:
-    """Reads MTP weights from --mtp-head, or from the checkpoint; None where there are none."""
+def _model_path(options: EngineOptions) -> Path:
+    return default_model_path() if options.model is None else Path(options.model).resolve()
+
+
+def _find_head(options: EngineOptions, source: WeightSource, path: Path | None) -> MTPHead | None:
+    """The MTP module to use instead of the checkpoint's own: --mtp-head, or one that goes with the model."""
     if options.mtp_head is not None:
-        return open_mtp_head(resolve_mtp_head(options.mtp_head), source.config).read
-    return source.read if source.config.num_nextn_predict_layers else None
+        head = open_mtp_head(resolve_mtp_head(options.mtp_head), source.config)
+        if not head.fits(source):
+            log.warning("%s was trained for another model: its drafts may seldom be accepted", head.path)
+        return head
+    if source.config.num_nextn_predict_layers or options.overrides.get("num_speculative_tokens") == 0:
+        return None
+    return find_mtp_head(path, source)
 
 
 def _resolve(options: EngineOptions, model: ModelConfig, *, has_mtp: bool) -> EngineConfig:
@@ -225,18 +264,23 @@ def _resolve(options: EngineOptions, model: ModelConfig, *, has_mtp: bool) -> En
     context = min(model.max_position_embeddings, CPU_CONTEXT if on_cpu else ACCELERATOR_CONTEXT)
     values: dict[str, EngineFieldValue] = {
         "max_model_len": context,
-        "num_speculative_tokens": DEFAULT_DRAFTS if has_mtp else 0,
         "dtype": ("float32" if on_cpu else "bfloat16") if options.dtype == "auto" else options.dtype,
     }
-    if not on_cpu:
+    if on_cpu:
+        values |= {"adaptive_start": 0}  # a verified row costs nearly as much as a decoded one
+    else:
         values |= {
             "min_rows": 2,
             "max_rounds": 4,
             "prefill_chunk": 256,
             "max_num_seqs": 64,
             "table_growth": 2,
+            "static_sampling": True,
         }
-    config = dataclasses.replace(EngineConfig(), **(values | dict(options.overrides)))  # type: ignore[arg-type]
+    values |= dict(options.overrides)
+    if values.get("num_speculative_tokens", AUTO) == AUTO:
+        values |= {"num_speculative_tokens": AUTO_DRAFTS if has_mtp else 0, "adaptive_drafts": has_mtp}
+    config = dataclasses.replace(EngineConfig(), **values)  # type: ignore[arg-type]
     if config.max_model_len > model.max_position_embeddings:
         legal = f"up to {model.max_position_embeddings}, the model's context"
         raise InvalidValueError("--max-model-len", config.max_model_len, legal)

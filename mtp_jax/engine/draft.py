@@ -7,18 +7,20 @@ provisional, and step 0 of the next round writes it anew. Nothing is ever rolled
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from mtp_jax.config import EngineConfig, ModelConfig
+from mtp_jax.engine.buckets import Bucket, Sampling
 from mtp_jax.engine.leaving import Chunk, VerifyRows, scatter_index
 from mtp_jax.engine.paged import PagedAttention, Segment
 from mtp_jax.engine.plan_arrays import PlanArrays
-from mtp_jax.engine.sampling import DRAFT, RowSampling, scale_by_temperature
+from mtp_jax.engine.sampling import DRAFT, scale_by_temperature
 from mtp_jax.engine.state import Slots
 from mtp_jax.engine.vocabulary import Vocabulary
-from mtp_jax.models.layers import KVCache, Reduce, rope_tables
+from mtp_jax.models.layers import KVCache, SumOver, rope_tables
 from mtp_jax.models.mtp import MimoMTP
 
 
@@ -27,9 +29,10 @@ class MTP:
     """The MTP module on this device, with the reductions that its placement asks for."""
 
     module: MimoMTP
-    gather_proj: Reduce
-    reduce_attention: Reduce
-    reduce_ffn: Reduce
+    vocabulary: Vocabulary  # the target's, maybe with fewer rows in the LM head
+    gather_proj: Callable[[jax.Array], jax.Array] | None
+    reduce_attention: SumOver
+    reduce_ffn: SumOver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Drafter:
 
     model: ModelConfig
     config: EngineConfig
-    vocabulary: Vocabulary
+    bucket: Bucket
     mtp: MTP
     plan: PlanArrays
 
@@ -58,23 +61,25 @@ class Drafter:
         last = rows.start + accepted  # the last verified position of each row
         limit = jnp.where(rows.valid, self.plan.capacity[rows.slot], 0)
         drafts, kept = [], []
-        for step in range(self.config.num_speculative_tokens):
+        for step in range(self.bucket.drafts):
             token, logits = self._propose(output, rows.slot, last + 2 + step)
             drafts.append(token)
             kept.append(logits)
-            if step + 1 < self.config.num_speculative_tokens:
+            if step + 1 < self.bucket.drafts:
                 segment = Segment(self.plan.table[rows.slot], (last + 1 + step)[:, None], limit)
                 output, cache = self._run(output, token, cache, (segment,))
         at = scatter_index(rows, slots)
         assert slots.drafts is not None
+        absent = jnp.full_like(last, -1)
+        drafts += [absent] * (slots.drafts.shape[1] - len(drafts))
         slots = dataclasses.replace(
             slots, drafts=slots.drafts.at[at].set(jnp.stack(drafts, axis=1), mode="drop")
         )
-        if slots.draft_logits is not None:
-            stacked = jnp.stack(kept, axis=1)  # B K V
-            slots = dataclasses.replace(
-                slots, draft_logits=slots.draft_logits.at[at].set(stacked, mode="drop")
-            )
+        # Only whole-row verification reads q, and a slot that needs it never sees a lesser step.
+        if slots.draft_logits is not None and kept and self.bucket.sampling >= Sampling.WHOLE:
+            stacked = jnp.stack(kept, axis=1)  # B k Vd
+            logits = slots.draft_logits.at[at, : len(kept)].set(stacked, mode="drop")
+            slots = dataclasses.replace(slots, draft_logits=logits)
         return slots, cache
 
     def _reread(
@@ -121,13 +126,14 @@ class Drafter:
     ) -> tuple[jax.Array, KVCache]:
         """The module over token rows: hidden [M, D], ids [M] of the tokens that follow -> [M, D]."""
         attend = PagedAttention(segments, self.config.page_size)
-        embedding = self.vocabulary.embed(ids).astype(hidden.dtype)
+        embedding = self.mtp.vocabulary.embed(ids).astype(hidden.dtype)
         rope = rope_tables(attend.positions, self.model)
         mtp = self.mtp
-        output, cache = mtp.module(
-            hidden, embedding, cache, rope, attend, mtp.gather_proj, mtp.reduce_attention, mtp.reduce_ffn
-        )
+        reduces = (mtp.gather_proj, mtp.reduce_attention, mtp.reduce_ffn)
+        output, cache = mtp.module(hidden, embedding, cache, rope, attend, *reduces, kernels=True)
         # Without the barrier XLA copies the cache between draft steps inside a cond (Z > 1).
+        if not self.bucket.drafts:  # nobody wants the output: all but keys and values falls away
+            return output, jax.lax.optimization_barrier(cache)
         return jax.lax.optimization_barrier((output, cache))
 
     def _propose(
@@ -137,12 +143,10 @@ class Drafter:
 
         Only temperature shapes q: verification is exact whatever q is.
         """
-        plan = self.plan
-        logits = self.vocabulary.logits(output)
-        if self.config.draft_sampling == "greedy":
-            return self.vocabulary.argmax(logits), logits
-        sampling = RowSampling(
-            plan.temperature[slot], plan.top_k[slot], plan.top_p[slot], plan.seed[slot], position
-        )
+        vocabulary = self.mtp.vocabulary
+        logits = vocabulary.logits(output)
+        if self.config.draft_sampling == "greedy" or self.bucket.sampling is Sampling.GREEDY:
+            return vocabulary.argmax(logits), logits
+        sampling = self.plan.sampling(slot, position)
         scaled = scale_by_temperature(logits, sampling.temperature)
-        return self.vocabulary.argmax(self.vocabulary.add_noise(scaled, sampling, DRAFT)), scaled
+        return vocabulary.argmax(vocabulary.add_noise(scaled, sampling, DRAFT)), scaled

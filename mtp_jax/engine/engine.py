@@ -1,16 +1,19 @@
 """The engine's host loop: schedule, dispatch, read the dispatch before, hand out text."""
 
 import dataclasses
+import logging
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import numpy as np
 
 from mtp_jax.config import EngineConfig, ModelConfig
-from mtp_jax.engine.buckets import Bucket, BucketTable, bucket_of
-from mtp_jax.engine.executables import Executables
+from mtp_jax.engine.adaptive import DraftChooser
+from mtp_jax.engine.buckets import Bucket, BucketTable, bucket_of, sampling_of
+from mtp_jax.engine.executables import Compiled, Executables
 from mtp_jax.engine.outputs import Completion
-from mtp_jax.engine.plan_arrays import PlanWriter, read_results
+from mtp_jax.engine.plan_arrays import PlanArrays, PlanWriter, read_results
 from mtp_jax.engine.state import EngineState
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.engine.step import StepOutput
@@ -20,14 +23,22 @@ from mtp_jax.scheduler.plan import DispatchPlan, TokenUpdate
 from mtp_jax.scheduler.scheduler import Scheduler
 from mtp_jax.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A dispatch that the device has been given and the host has not read."""
+    """A dispatch that the device has been given and the host has not read.
+
+    `times` says that how long it takes tells something: it was launched before the one ahead of it was
+    read, on its own executable, with no prompt in the ring and no compiler beside it.
+    """
 
     plan: DispatchPlan
-    output: StepOutput
+    output: Future[StepOutput]
+    bucket: Bucket
     ticks: int
+    times: bool
 
 
 class Engine:
@@ -55,9 +66,15 @@ class Engine:
         self.executables, self._buckets = executables, buckets
         self._scheduler, self._writer = scheduler, writer
         self._weights, self._state = weights, state
+        # A thread of its own: a launch on a GPU is 1,500 kernels and 2 ms of a host that has more to do.
+        self._launcher = ThreadPoolExecutor(1, "mtp-jax-launch")
         self._launched: Launched | None = None
         self._completions: dict[str, Completion] = {}
         self._counts = Counts(config.num_speculative_tokens)
+        self._chooser: DraftChooser | None = None
+        if config.adaptive_drafts and config.num_speculative_tokens:
+            self._chooser = DraftChooser(config.num_speculative_tokens, config.initial_drafts, buckets.rows)
+        self._read_at = 0.0  # when the last dispatch was read
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises InvalidRequestError for one that can never be served."""
@@ -85,11 +102,36 @@ class Engine:
         return self._collect(previous) if previous is not None else []
 
     def _launch(self, plan: DispatchPlan) -> Launched:
-        exact = bucket_of(plan)
+        exact = self._bucket(plan)
         bucket, step = self.executables.find(exact)
         self._look_ahead(plan, exact)
-        self._state, output = step(self._weights, self._state, self._writer.write(plan, bucket))
-        return Launched(plan, output, plan.rounds * self.config.stages)
+        output = self._launcher.submit(self._run, step, self._writer.write(plan, bucket))
+        ahead = self._launched
+        alike = ahead is not None and ahead.bucket == bucket == exact and not bucket.chunk
+        times = alike and not self.executables.is_compiling
+        return Launched(plan, output, bucket, plan.rounds * self.config.stages, times)
+
+    def _run(self, step: Compiled, plan: PlanArrays) -> StepOutput:
+        """Hands a step to the device; only the launcher's thread touches the state."""
+        self._state, output = step(self._weights, self._state, plan)
+        return output
+
+    def _bucket(self, plan: DispatchPlan) -> Bucket:
+        """The bucket that suits a plan best."""
+        safe = self._buckets.drafts
+        if self._chooser is None:
+            return self._bucket_with(plan, safe)
+        offered = max((slot.num_drafts for slot in plan.slots if slot.generation), default=0)
+        bucket = self._bucket_with(plan, self._chooser.choose(plan.num_rows, offered))
+        if bucket.drafts == safe or self.executables.at_once or self.executables.is_ready(bucket):
+            return bucket
+        self.executables.want(bucket)  # until then with as many drafts as there is a fallback for
+        return self._bucket_with(plan, safe)
+
+    def _bucket_with(self, plan: DispatchPlan, drafts: int) -> Bucket:
+        probabilistic = drafts > 0 and self.config.draft_sampling == "probabilistic"
+        need = sampling_of(plan.slots, probabilistic=probabilistic)
+        return bucket_of(plan, drafts, min(kind for kind in self._buckets.samplings if kind >= need))
 
     def _look_ahead(self, plan: DispatchPlan, bucket: Bucket) -> None:
         """Has the next wider bucket compiled once a context fills half of this one."""
@@ -99,8 +141,9 @@ class Engine:
             self.executables.want(wider)
 
     def _collect(self, launched: Launched) -> list[RequestOutput]:
-        output = jax.device_get(launched.output)  # waits for the device
+        output = jax.device_get(launched.output.result())  # waits for the device
         began = time.perf_counter()
+        self._time(launched, began)
         results = read_results(np.asarray(output.results))
         updates = self._scheduler.update(launched.plan, results)
         self._counts.dispatched(launched, int(output.useful))
@@ -108,8 +151,20 @@ class Engine:
         self._counts.host_seconds += time.perf_counter() - began
         return outputs
 
+    def _time(self, launched: Launched, now: float) -> None:
+        """Tells the chooser what a dispatch took, and the log what it made of it."""
+        before, self._read_at = self._read_at, now
+        if self._chooser is None or not launched.times or self.executables.is_compiling:
+            return
+        bucket = launched.bucket
+        self._chooser.timed(bucket.rows, bucket.drafts, (now - before) / bucket.rounds)
+        for choice in self._chooser.take_decided():
+            log.info("speculation: %s", choice.describe())
+
     def _deliver(self, update: TokenUpdate) -> RequestOutput | None:
         self._counts.delivered(update)
+        if self._chooser is not None and update.num_drafts:
+            self._chooser.verified(update.num_drafts, update.num_accepted)
         completion = self._completions.get(update.request_id)
         if completion is None:  # a stop string ended it earlier in this very dispatch
             return None
@@ -134,6 +189,7 @@ class Engine:
             num_draft_tokens=counts.draft_tokens,
             num_accepted_tokens=sum(counts.accepted_per_position),
             num_accepted_per_position=tuple(counts.accepted_per_position),
+            drafts_in_use=self._chooser.in_use() if self._chooser is not None else {},
             ticks=counts.ticks,
             useful_ticks=counts.useful_ticks,
             host_seconds_per_dispatch=counts.host_seconds / max(counts.dispatches, 1),
@@ -144,7 +200,8 @@ class Engine:
     def close(self) -> None:
         """Waits for the device and the background compiler, and lets go of both."""
         if self._launched is not None:
-            jax.block_until_ready(self._launched.output)
+            jax.block_until_ready(self._launched.output.result())
+        self._launcher.shutdown()
         self.executables.close()
 
 

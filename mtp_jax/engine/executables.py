@@ -2,16 +2,17 @@
 
 A larger bucket can always do a smaller one's work. So once the largest is compiled nothing ever waits
 for a compiler: a plan whose own bucket is not there yet runs on the cheapest larger one, while the
-exact one is compiled in the background. Nothing is compiled that nobody asked for: on a small machine
-the compiler would take the cores that the first requests need.
+exact one is compiled in the background. Nothing else is compiled that nobody asked for: on a small
+machine the compiler would take the cores that the first requests need.
 """
 
+import atexit
 import collections
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mtp_jax.engine.buckets import Bucket
 from mtp_jax.engine.plan_arrays import PlanArrays
@@ -25,14 +26,16 @@ Compiled = Callable[..., tuple[EngineState, StepOutput]]
 
 
 def fits(small: Bucket, large: Bucket) -> bool:
-    """Whether an executable of `large` can run a plan of `small`: same rounds and lane, no smaller size."""
+    """Whether an executable of `large` can run a plan of `small`: alike, and no size is smaller."""
     same = small.rounds == large.rounds and (small.chunk > 0) == (large.chunk > 0)
-    return same and small.rows <= large.rows and small.width <= large.width and small.chunk <= large.chunk
+    same &= small.drafts == large.drafts
+    sizes = ("rows", "width", "chunk", "sampling")
+    return same and all(getattr(small, size) <= getattr(large, size) for size in sizes)
 
 
-def cost(bucket: Bucket) -> tuple[int, int, int]:
+def cost(bucket: Bucket) -> tuple[int, ...]:
     """Orders buckets by the work that one tick of them is."""
-    return (bucket.chunk, bucket.rows * bucket.width, bucket.rows)
+    return (bucket.chunk, bucket.rows * bucket.width, bucket.rows, bucket.sampling)
 
 
 class Executables:
@@ -56,12 +59,16 @@ class Executables:
         self._locks: dict[Bucket, threading.Lock] = collections.defaultdict(threading.Lock)
         self._wanted: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._asked: set[Bucket] = set()
+        self._coming: list[Bucket] = []
         self._closing = False
+        self._compiling = 0
         self._thread: threading.Thread | None = None
         self.compile_seconds: dict[Bucket, float] = {}
         if background:
             self._thread = threading.Thread(target=self._work, name="mtp-jax-compile", daemon=True)
             self._thread.start()
+            # Also where nobody calls `close`: an interpreter that ends under a compiler crashes.
+            atexit.register(self.close)
 
     def compile(self, bucket: Bucket) -> Compiled:
         """The executable of exactly this bucket, compiled now if it is not there.
@@ -71,23 +78,49 @@ class Executables:
         with self._locks[bucket]:
             if bucket not in self._ready:
                 began = time.perf_counter()
-                weights, state, plan = self._shapes(bucket)
-                self._ready[bucket] = self._program.step(bucket).lower(weights, state, plan).compile()
+                self._compiling += 1
+                try:
+                    weights, state, plan = self._shapes(bucket)
+                    self._ready[bucket] = self._program.step(bucket).lower(weights, state, plan).compile()
+                finally:
+                    self._compiling -= 1
                 self.compile_seconds[bucket] = time.perf_counter() - began
                 log.debug("compiled %s in %.1f s", bucket, self.compile_seconds[bucket])
             return self._ready[bucket]
+
+    @property
+    def at_once(self) -> bool:
+        """Whether `find` compiles what is missing, and waits for it."""
+        return self._thread is None
+
+    def is_ready(self, bucket: Bucket) -> bool:
+        """Whether exactly this bucket is compiled."""
+        return bucket in self._ready
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether some thread is at it: on a small machine everything else is slower then."""
+        return self._compiling > 0
+
+    def expect(self, buckets: Sequence[Bucket]) -> None:
+        """Has buckets compiled next; `find` waits for one of them rather than have others compiled."""
+        self._coming = list(buckets)
+        for bucket in buckets:
+            self.want(bucket)
 
     def find(self, bucket: Bucket) -> tuple[Bucket, Compiled]:
         """The exact bucket where it is compiled, else the cheapest that fits, else compiles the exact one."""
         ready = self._ready.get(bucket)
         if ready is not None:
             return bucket, ready
-        larger = [other for other in tuple(self._ready) if fits(bucket, other)]
-        if not larger or self._thread is None:
+        if self._thread is None:
             return bucket, self.compile(bucket)
-        self.want(bucket)
+        larger = [other for other in tuple(self._ready) if fits(bucket, other)]
+        larger = larger or [other for other in self._coming if fits(bucket, other)] or [bucket]
         best = min(larger, key=cost)
-        return best, self._ready[best]
+        if best != bucket:
+            self.want(bucket)
+        return best, self.compile(best)
 
     def want(self, bucket: Bucket) -> None:
         """Has a bucket compiled in the background, unless it is there or asked for."""
@@ -98,6 +131,7 @@ class Executables:
     def close(self) -> None:
         """Ends the background work after the compile that is under way: a compiler must not be torn down."""
         if self._thread is not None:
+            atexit.unregister(self.close)
             self._closing = True  # what is still wanted is not compiled any more
             self._wanted.put(None)
             self._thread.join()

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mtp_jax.config import EngineConfig, ModelConfig
+from mtp_jax.engine.buckets import Bucket, Sampling
 from mtp_jax.engine.draft import MTP, Drafter
 from mtp_jax.engine.leaving import Chunk, VerifyRows, scatter_index
 from mtp_jax.engine.plan_arrays import PlanArrays
@@ -22,6 +23,7 @@ class Head:
 
     model: ModelConfig
     config: EngineConfig
+    bucket: Bucket
     vocabulary: Vocabulary
     final_norm: jax.Array
     mtp: MTP | None
@@ -58,7 +60,7 @@ class Head:
         if self.mtp is not None:
             assert mtp_cache is not None
             with jax.named_scope("draft"):
-                drafter = Drafter(self.model, self.config, self.vocabulary, self.mtp, self.plan)
+                drafter = Drafter(self.model, self.config, self.bucket, self.mtp, self.plan)
                 slots, mtp_cache = drafter(
                     slots, mtp_cache, rows, chunk, hidden, lane_hidden, tokens, accepted
                 )
@@ -68,43 +70,42 @@ class Head:
 
     # Verification
 
-    def _sampling(self, slot: jax.Array, position: jax.Array) -> RowSampling:
-        """Parameters of rows with these slots, for tokens at these positions (of one shape)."""
-        plan = self.plan
-        return RowSampling(
-            plan.temperature[slot], plan.top_k[slot], plan.top_p[slot], plan.seed[slot], position
-        )
-
     def _verify(self, slots: Slots, rows: VerifyRows, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """hidden [B, T, D] post-norm -> (tokens [B, T], accepted [B])."""
         b, t, d = hidden.shape
+        logits = self.vocabulary.logits(hidden.reshape(b * t, d)).reshape(b, t, -1)
+        if self.bucket.sampling is Sampling.GREEDY:
+            return self._accept_best(rows, logits)
         columns = jnp.arange(t, dtype=jnp.int32)
         slot = jnp.broadcast_to(rows.slot[:, None], (b, t))
-        sampling = self._sampling(slot, rows.start[:, None] + columns + 1)
-        logits = self.vocabulary.logits(hidden.reshape(b * t, d)).reshape(b, t, -1)
+        sampling = self.plan.sampling(slot, rows.start[:, None] + columns + 1)
+
+        def noisy(logits: jax.Array) -> jax.Array:
+            scaled = scale_by_temperature(logits, sampling.temperature)
+            return self.vocabulary.add_noise(scaled, sampling, TARGET)
+
+        if self.bucket.sampling is Sampling.NOISE:
+            return self._accept_best(rows, noisy(logits))
+        if self.bucket.sampling is Sampling.WHOLE:
+            return self._verify_whole_rows(slots, rows, sampling, logits)
+
         warm = (sampling.temperature > 0) & rows.valid[:, None]
-        cut = (sampling.top_k > 0) | (sampling.top_p < 1)
-        probabilistic = self.config.draft_sampling == "probabilistic" and self.mtp is not None
+        needs_whole = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
+        if slots.draft_logits is not None and self.bucket.drafts:
+            needs_whole = warm
+        return jax.lax.cond(
+            jnp.any(needs_whole),
+            lambda: self._verify_whole_rows(slots, rows, sampling, logits),
+            lambda: self._accept_best(rows, jax.lax.cond(jnp.any(warm), noisy, lambda x: x, logits)),
+        )
 
-        def spread() -> tuple[jax.Array, jax.Array]:
-            # Greedy and plain temperature need no normaliser: an argmax over the shards is enough.
-            def noisy(x: jax.Array) -> jax.Array:
-                return self.vocabulary.add_noise(
-                    scale_by_temperature(x, sampling.temperature), sampling, TARGET
-                )
-
-            scores = jax.lax.cond(jnp.any(warm), noisy, lambda x: x, logits)
-            samples = self.vocabulary.argmax(scores.reshape(b * t, -1)).reshape(b, t)
-            return accept_one_hot(samples, rows.drafts)
-
-        def whole() -> tuple[jax.Array, jax.Array]:
-            return self._verify_whole_rows(slots, rows, sampling, logits, probabilistic)
-
-        needs_whole = jnp.any(warm & (cut | probabilistic))
-        return jax.lax.cond(needs_whole, whole, spread)
+    def _accept_best(self, rows: VerifyRows, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The best of scores [B, T, V / devices] are the samples: no normaliser is needed."""
+        samples = self.vocabulary.argmax(scores.reshape(-1, scores.shape[-1]))
+        return accept_one_hot(samples.reshape(scores.shape[:2]), rows.drafts)
 
     def _verify_whole_rows(
-        self, slots: Slots, rows: VerifyRows, sampling: RowSampling, logits: jax.Array, probabilistic: bool
+        self, slots: Slots, rows: VerifyRows, sampling: RowSampling, logits: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Sorting and rejection need whole rows: every device takes the slots that fall to it."""
         vocabulary = self.vocabulary
@@ -112,9 +113,10 @@ class Head:
         target = scale_by_temperature(vocabulary.to_whole_rows(logits), mine.temperature)
         target = keep_top(target, mine)
         drafts = vocabulary.my_rows(rows.drafts)
-        if probabilistic:
-            assert slots.draft_logits is not None
-            kept = vocabulary.to_whole_rows(slots.draft_logits[rows.slot])
+        if slots.draft_logits is not None and drafts.shape[1]:
+            assert self.mtp is not None
+            kept = slots.draft_logits[rows.slot, : drafts.shape[1]]
+            kept = self.mtp.vocabulary.over_all_ids(vocabulary.to_whole_rows(kept))
             tokens, accepted = accept_probabilistic(target, kept, drafts, mine)
         else:
             ids = jnp.arange(target.shape[-1], dtype=jnp.int32)

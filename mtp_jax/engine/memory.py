@@ -58,7 +58,7 @@ def plan_memory(
 
     def state_bytes(num_pages: int) -> int:
         sized = dataclasses.replace(config, num_pages=num_pages)
-        shapes = state_shapes(layout.model, sized, layout.plan.num_slots, layout.padded_vocab)
+        shapes = state_shapes(layout.model, sized, layout.plan.num_slots, layout.padded_draft_vocab)
         specs = state_specs(layout.model, sized, layout.placement, layout.plan.num_slots)
         return _bytes_per_device(shapes, specs, mesh)
 

@@ -10,6 +10,37 @@ from mtp_jax.text.stop import StopChecker
 from mtp_jax.text.tokenizer import Tokenizer
 
 
+class DraftMarks:
+    """Which characters came from accepted drafts, through a hold that lets text out in order, later.
+
+    Text goes in as tokens make it (`push`) and leaves as it is shown (`take`).
+    """
+
+    def __init__(self):
+        self._runs: collections.deque[tuple[int, bool]] = collections.deque()  # characters, accepted
+
+    def push(self, num_characters: int, accepted: bool) -> None:
+        """A token made this much text."""
+        if num_characters:
+            self._runs.append((num_characters, accepted))
+
+    def take(self, num_characters: int) -> tuple[tuple[int, int], ...]:
+        """The oldest characters leave: half-open ranges of them that came from accepted drafts."""
+        spans: list[tuple[int, int]] = []
+        done = 0
+        while done < num_characters:
+            length, accepted = self._runs.popleft()
+            taken = min(length, num_characters - done)
+            if taken < length:
+                self._runs.appendleft((length - taken, accepted))
+            if accepted and spans and spans[-1][1] == done:
+                spans[-1] = (spans[-1][0], done + taken)
+            elif accepted:
+                spans.append((done, done + taken))
+            done += taken
+        return tuple(spans)
+
+
 class Completion:
     """The text of one request as it grows. Times are `time.monotonic()` seconds."""
 
@@ -22,6 +53,7 @@ class Completion:
         self._stops = StopChecker(params.stop) if params.stop else None
         self._accepted: collections.Counter[int] = collections.Counter()
         self._num_drafts = 0
+        self._marks = DraftMarks()
 
     def admitted(self, now: float) -> None:
         """The request got its slot (for the first time: preemption does not count again)."""
@@ -46,6 +78,7 @@ class Completion:
             if taken == len(update.token_ids) and ends_here:
                 break  # a stop token is counted, and is no part of the text
             text = self._detokenizer.push((token,))
+            self._marks.push(len(text), taken <= update.num_accepted)  # the round's last is the target's own
             if self._stops is None:
                 pieces.append(text)
                 continue
@@ -64,6 +97,7 @@ class Completion:
     def _finish(self, pieces: list[str]) -> str | None:
         """Releases held text at the end; it may complete a stop string after all."""
         rest = self._detokenizer.finish()
+        self._marks.push(len(rest), False)  # bytes that no token made a character of
         if self._stops is None:
             pieces.append(rest)
             return None
@@ -82,10 +116,12 @@ class Completion:
         num_cached_tokens: int,
     ) -> RequestOutput:
         queued, self._queued_seconds = self._queued_seconds, None
+        text = "".join(pieces)
         return RequestOutput(
             queued_seconds=queued,
             request_id=self._request.request_id,
-            text="".join(pieces),
+            text=text,
+            accepted_spans=self._marks.take(len(text)),
             token_ids=tuple(token_ids),
             finish_reason=reason,
             stop_reason=stop_reason,

@@ -1,12 +1,15 @@
 """Paged KV: writing rows through block tables, and attending over them."""
 
+import contextlib
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.models.layers import KVCache
-from pallas_kernels.paged_attention import NotHereError, paged_attention
+from mtp_jax.models.layers import KVCache, split_qkv
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.device import NotHereError
+from pallas_kernels.paged_attention import paged_attention
 
 MASKED = -1e30  # score of a position that is not seen
 
@@ -32,7 +35,10 @@ class Segment:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedAttention:
-    """The `Attend` of the engine: one scatter for all rows' keys and values, then one attention a segment."""
+    """The `Attend` of the engine: decode rows alone take one kernel where there is one.
+
+    Else there is one scatter for all rows' keys and values, then one attention a segment.
+    """
 
     segments: tuple[Segment, ...]
     page_size: int = dataclasses.field(metadata={"static": True})
@@ -59,8 +65,14 @@ class PagedAttention:
         sink = total_pages - 1 - place // self.page_size
         return jnp.where(page < 0, sink, page), jnp.where(page < 0, place % self.page_size, offset)
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """q [M, G, Q, H], k and v [M, G, H] -> ([M, G, Q, H], the cache with the new rows)."""
+    def __call__(self, qkv: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """qkv [M, G, Q + 2, H] -> ([M, G, Q, H], the cache with the new rows)."""
+        if len(self.segments) == 1:
+            with contextlib.suppress(NotHereError):
+                rows = self.segments[0]
+                mixed, *new = decode_attention(qkv, *cache, rows.table, rows.positions, rows.limit)
+                return mixed, (new[0], new[1])
+        q, k, v = split_qkv(qkv)
         page, offset = self.write_index(cache[0].shape[0])
         keys, values = (
             _write_rows(old, _finite(new.astype(old.dtype)), page, offset)

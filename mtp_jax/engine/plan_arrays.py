@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig
-from mtp_jax.engine.buckets import Bucket
+from mtp_jax.engine.buckets import Bucket, Sampling
+from mtp_jax.engine.sampling import RowSampling
 from mtp_jax.scheduler.plan import DEVICE_STOP_TOKENS, DispatchPlan, RowResult, SlotView
 from sharding.placement import Placement
 
@@ -38,16 +40,28 @@ class PlanArrays:
     generation: jax.Array  # U
     capacity: jax.Array  # U positions that the slot's pages cover
     max_total: jax.Array  # U
-    num_drafts: (
-        jax.Array | None
-    )  # U; None where K = 0 (an unused input crashes Shardy's compiler, jax 0.11.2)
     stop_ids: jax.Array  # U DEVICE_STOP_TOKENS, -1: none
     table: jax.Array  # U W
-    temperature: jax.Array  # U float32
-    top_k: jax.Array  # U
-    top_p: jax.Array  # U float32
-    seed: jax.Array  # U 2 uint32
+    # What the bucket does not read is None: an unused input crashes Shardy's compiler (jax 0.11.2).
+    num_drafts: jax.Array | None  # U; None without drafts
+    temperature: jax.Array | None  # U float32; None in greedy buckets
+    seed: jax.Array | None  # U 2 uint32; likewise
+    top_k: jax.Array | None  # U; None where whole rows are not needed
+    top_p: jax.Array | None  # U float32; likewise
     chunks: ChunkArrays | None  # None: no prefill lane in this dispatch
+
+    def sampling(self, slot: jax.Array, position: jax.Array) -> RowSampling:
+        """Parameters of rows with these slots, for tokens at these positions (of one shape)."""
+        assert self.temperature is not None and self.seed is not None
+        top_k = jnp.zeros_like(slot) if self.top_k is None else self.top_k[slot]
+        top_p = jnp.ones(slot.shape, jnp.float32) if self.top_p is None else self.top_p[slot]
+        return RowSampling(self.temperature[slot], top_k, top_p, self.seed[slot], position)
+
+
+def unread_fields(bucket: Bucket) -> frozenset[str]:
+    """Fields of `PlanArrays` that a bucket's step does not read."""
+    unread = {Sampling.GREEDY: ("temperature", "seed", "top_k", "top_p"), Sampling.NOISE: ("top_k", "top_p")}
+    return frozenset(unread.get(bucket.sampling, ())) | (frozenset() if bucket.drafts else {"num_drafts"})
 
 
 class PlanWriter:
@@ -76,8 +90,6 @@ class PlanWriter:
             "top_p": np.ones(u, np.float32),
             "seed": np.zeros((u, 2), np.uint32),
         }
-        if not config.num_speculative_tokens:
-            del self._columns["num_drafts"]
         self._sent: dict[str, jax.Array] = {}
         self._sent_rows: tuple[tuple[int, ...], ...] = ()
 
@@ -93,9 +105,9 @@ class PlanWriter:
             self._sent_rows = plan.rows
         self._sent |= self._send(fields)
         chunks = ChunkArrays(**self._send(self._chunks(plan, bucket))) if bucket.chunk else None
-        num_drafts = self._sent.get("num_drafts")
-        plain = {name: array for name, array in self._sent.items() if name != "num_drafts"}
-        return PlanArrays(**plain, num_drafts=num_drafts, chunks=chunks)
+        unread = unread_fields(bucket)
+        read = {name: None if name in unread else array for name, array in self._sent.items()}
+        return PlanArrays(**read, chunks=chunks)  # pyright: ignore[reportArgumentType]
 
     def _send(self, fields: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         # Copies: the CPU back end may keep using a host array's memory, and these are written to again.
@@ -134,8 +146,7 @@ class PlanWriter:
             "seed": (slot.seed & 0xFFFFFFFF, (slot.seed >> 32) & 0xFFFFFFFF),
         }
         for name, value in values.items():
-            if name in self._columns:
-                self._columns[name][index] = value
+            self._columns[name][index] = value
 
     def _rows(self, plan: DispatchPlan, bucket: Bucket) -> np.ndarray:
         rows = np.full((self._config.stages, bucket.rows), -1, np.int32)

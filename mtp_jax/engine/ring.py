@@ -95,6 +95,7 @@ class Ring:
             jax.lax.dynamic_index_in_dim(field, index, keepdims=False)[:rows]
             for field in (flight.slot, flight.generation, flight.start, flight.tokens, flight.live)
         )
+        tokens = tokens[:, : self.bucket.drafts + 1]
         return Group(slot, generation, start, tokens, live & (self.plan.generation[slot] == generation))
 
     def _chunk(self, lane: Lane, index: jax.Array) -> tuple[Chunk, jax.Array]:
@@ -151,7 +152,7 @@ class Ring:
         columns = jnp.arange(t, dtype=jnp.int32)
         limit = jnp.where(group.valid, self.plan.capacity[group.slot], 0)
         segments = [Segment(self.plan.table[group.slot], group.start[:, None] + columns, limit)]
-        x = state.rows_x[0, :b].reshape(b * t, d)
+        x = state.rows_x[0, :b, :t].reshape(b * t, d)
         if self.bucket.chunk:
             chunk, _ = self._chunk(state.lane, here)
             positions = chunk.start + jnp.arange(self.bucket.chunk, dtype=jnp.int32)
@@ -250,8 +251,13 @@ class Ring:
         if plan.num_drafts is not None and slots.drafts is not None:
             # The bonus token always counts: drafts beyond max_total could only be cut again.
             offered = jnp.minimum(plan.num_drafts[slot], max_total - length - 2)
-            drafts = jnp.where(jnp.arange(k) < offered[:, None], slots.drafts[slot], -1)
+            columns = jnp.arange(self.bucket.drafts)
+            drafts = jnp.where(columns < offered[:, None], slots.drafts[slot, : columns.size], -1)
             tokens = jnp.concatenate([tokens, drafts], axis=1)
+        embedded = self.head.vocabulary.embed(tokens.reshape(-1)).reshape(*tokens.shape, -1)
+        # A step that verifies fewer drafts than its follower leaves the other columns without any. What the
+        # follower then computes there, of a flight that it finds midway, is never accepted and never read.
+        tokens = jnp.pad(tokens, ((0, 0), (0, k - self.bucket.drafts)), constant_values=-1)
 
         def put(field: jax.Array, rows: jax.Array) -> jax.Array:
             return field.at[leaving, : self.bucket.rows].set(rows)
@@ -264,8 +270,7 @@ class Ring:
             tokens=put(old.tokens, tokens),
             live=put(old.live, live),
         )
-        embedded = self.head.vocabulary.embed(tokens.reshape(-1))
-        return flight, embedded.reshape(*tokens.shape, -1)
+        return flight, embedded
 
     def _pass_on(
         self, state: EngineState, rows_x: jax.Array, lane_x: jax.Array | None, embedded: jax.Array
@@ -275,7 +280,7 @@ class Ring:
         forward = [(s, (s + 1) % self.num_stages) for s in range(self.num_stages)]
         arrived = jax.lax.ppermute(rows_x, STAGE, forward)
         entering = jnp.where(first, embedded.astype(arrived.dtype), arrived)
-        rows = state.rows_x.at[0, : self.bucket.rows].set(entering)
+        rows = state.rows_x.at[0, : self.bucket.rows, : self.bucket.drafts + 1].set(entering)
         lane = state.lane_x
         if lane_x is not None:
             lane = lane.at[0, : self.bucket.chunk].set(jax.lax.ppermute(lane_x, STAGE, forward))

@@ -34,7 +34,7 @@ class Slots:
     finished: jax.Array  # U bool      a stop token or max_total was reached
     draft_logits: (
         jax.Array | None
-    )  # U K V float32  log q up to a constant, split along V; None: one-hot drafts
+    )  # U K Vd float32  log q up to a constant, split along Vd; None: one-hot drafts
 
 
 @jax.tree_util.register_dataclass
@@ -100,8 +100,10 @@ def state_specs(
     )
 
 
-def state_shapes(model: ModelConfig, config: EngineConfig, num_layer_slots: int, vocab: int) -> EngineState:
-    """The state as ShapeDtypeStructs, for the memory plan. `vocab` is padded to the head's devices."""
+def state_shapes(
+    model: ModelConfig, config: EngineConfig, num_layer_slots: int, draft_vocab: int
+) -> EngineState:
+    """The state as ShapeDtypeStructs, for the memory plan. `draft_vocab` is padded to the head's devices."""
     u, z, b, c = config.max_num_seqs, config.stages, config.rows_per_group, config.prefill_chunk
     k, d = config.num_speculative_tokens, model.hidden_size
     dtype = jnp.dtype(config.dtype)
@@ -120,7 +122,7 @@ def state_shapes(model: ModelConfig, config: EngineConfig, num_layer_slots: int,
             last_token=array((u,)),
             drafts=array((u, k)) if k else None,
             finished=array((u,), jnp.bool_),
-            draft_logits=array((u, k, vocab), jnp.float32) if _keeps_logits(config) else None,
+            draft_logits=array((u, k, draft_vocab), jnp.float32) if _keeps_logits(config) else None,
         ),
         flight=Flight(group, group, group, array((z, b, k + 1)), array((z, b), jnp.bool_)),
         lane=Lane(lane, lane, lane, lane, lane, array((z, c)), array((z,), jnp.bool_)),

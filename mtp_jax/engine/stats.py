@@ -1,6 +1,7 @@
 """What the engine counts: one frozen snapshot that metrics, logs and benchmarks read."""
 
 import dataclasses
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,8 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_per_position: tuple[int, ...] = ()  # index j: rounds that accepted draft j; K entries
+    # A gauge: drafts a round by row bucket, where the engine chooses them itself; else empty.
+    drafts_in_use: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     # The ring.
     ticks: int = 0  # counted once for each stage

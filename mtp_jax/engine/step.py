@@ -17,7 +17,7 @@ from mtp_jax.engine.state import EngineState, state_specs
 from mtp_jax.engine.trees import stand_in
 from mtp_jax.engine.vocabulary import Vocabulary
 from mtp_jax.engine.weights import WeightLayout, Weights
-from mtp_jax.models.layers import Reduce, identity
+from mtp_jax.models.layers import UNSPLIT, SumOver
 from mtp_jax.models.registry import make_layer, make_mtp, merge
 from sharding.mesh import TENSOR
 from sharding.placement import HEAD_AXES
@@ -57,7 +57,7 @@ class Program:
             state, results, useful = self._ring(bucket, weights, plan).dispatch(state)
             return state, StepOutput(results, useful)
 
-        step.__name__ = f"step_r{bucket.rounds}_b{bucket.rows}_w{bucket.width}_c{bucket.chunk}"
+        step.__name__ = bucket.name
         return jax.jit(step, donate_argnums=1)
 
     def _ring(self, bucket: Bucket, weights: Weights, plan: PlanArrays) -> Ring:
@@ -70,40 +70,50 @@ class Program:
             size=layout.model.vocab_size,
             devices=layout.head_devices,
         )
-        head = Head(layout.model, self.config, vocabulary, weights.final_norm, self._mtp(weights), plan)
+        head = Head(
+            model=layout.model,
+            config=self.config,
+            bucket=bucket,
+            vocabulary=vocabulary,
+            final_norm=weights.final_norm,
+            mtp=self._mtp(weights, vocabulary),
+            plan=plan,
+        )
         return Ring(bucket, layout.plan, layers, self._layer_runner(), head, plan)
 
     def _layer_runner(self) -> RunLayer:
         structure, table = make_layer(self.layout.model, self.layout.dtype), self.layout.trunk_leaves
-        reduce_attention, reduce_ffn = self._sum_over("kv_heads", TENSOR), self._sum_over("ffn", TENSOR)
+        reduce_attention, reduce_ffn = self._sum_over("kv_heads", (TENSOR,)), self._sum_over("ffn", (TENSOR,))
 
         @jax.jit
         def layer(leaves, x, cache, rope, attend):
-            return merge(structure, table, leaves)(x, cache, rope, attend, reduce_attention, reduce_ffn)
+            module = merge(structure, table, leaves)
+            return module(x, cache, rope, attend, reduce_attention, reduce_ffn, kernels=True)
 
         return layer
 
-    def _mtp(self, weights: Weights) -> MTP | None:
+    def _mtp(self, weights: Weights, vocabulary: Vocabulary) -> MTP | None:
         if weights.mtp is None:
             return None
-        layout = self.layout
+        layout, outputs = self.layout, vocabulary
+        if weights.draft_head is not None:
+            outputs = vocabulary.reduced_to(weights.draft_head)
         return MTP(
             module=merge(make_mtp(layout.model, layout.dtype), layout.mtp_leaves, weights.mtp),
+            vocabulary=outputs,
             gather_proj=self._gather("mtp_out"),
             reduce_attention=self._sum_over("mtp_kv_heads", HEAD_AXES),
             reduce_ffn=self._sum_over("mtp_ffn", HEAD_AXES),
         )
 
-    def _sum_over(self, logical: str, axes: str | tuple[str, ...]) -> Reduce:
+    def _sum_over(self, logical: str, axes: tuple[str, ...]) -> SumOver:
         """Sums partial products over the devices that a logical axis is split over."""
-        if logical in self.layout.placement.replicated:
-            return identity
-        return lambda x: jax.lax.psum(x, axes)
+        return UNSPLIT if logical in self.layout.placement.replicated else SumOver(axes)
 
-    def _gather(self, logical: str) -> Reduce:
+    def _gather(self, logical: str) -> Callable[[jax.Array], jax.Array] | None:
         """Joins output features [M, D / devices] -> [M, D]."""
         if logical in self.layout.placement.replicated:
-            return identity
+            return None
         return lambda x: jax.lax.all_gather(x, HEAD_AXES, axis=1, tiled=True, to="invarying")
 
 

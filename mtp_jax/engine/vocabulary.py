@@ -10,6 +10,15 @@ from mtp_jax.models.layers import linear
 from sharding.placement import HEAD_AXES
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftHead:
+    """The rows of the LM head that drafts choose from, where that is not all of them."""
+
+    rows: jax.Array  # Vd D, spread over the head's devices
+    ids: jax.Array  # Vd int32: vocabulary id of each, ascending; of rows that only pad, past the vocabulary
+
+
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
     """One device's share, inside shard_map. `devices` of them; V counts padded rows, `size` real ones.
@@ -21,16 +30,26 @@ class Vocabulary:
     lm_head: jax.Array  # V / devices, D; the embedding itself where the model ties them
     size: int
     devices: int
+    head_ids: jax.Array | None = None  # ids of this device's LM-head rows; None: those of the embedding's
+
+    def reduced_to(self, head: DraftHead) -> "Vocabulary":
+        """The same embedding with fewer rows in the LM head."""
+        return dataclasses.replace(self, lm_head=head.rows, head_ids=head.ids)
 
     @property
     def ids(self) -> jax.Array:
-        """Vocabulary ids of this device's rows."""
-        rows = self.embedding.shape[0]
-        return jax.lax.axis_index(HEAD_AXES) * rows + jnp.arange(rows, dtype=jnp.int32)
+        """Vocabulary ids of this device's LM-head rows."""
+        if self.head_ids is not None:
+            return self.head_ids
+        return self._first_row + jnp.arange(self.embedding.shape[0], dtype=jnp.int32)
+
+    @property
+    def _first_row(self) -> jax.Array:
+        return jax.lax.axis_index(HEAD_AXES) * self.embedding.shape[0]
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embeddings [M, D] of tokens [M]; those below 0 (absent) embed as zeros."""
-        local = tokens - self.ids[0]
+        local = tokens - self._first_row
         rows = self.embedding.shape[0]
         mine = (local >= 0) & (local < rows) & (tokens >= 0)
         found = self.embedding[jnp.clip(local, 0, rows - 1)]
@@ -39,14 +58,15 @@ class Vocabulary:
     def logits(self, hidden: jax.Array) -> jax.Array:
         """This device's logits [M, V / devices], fp32, of post-norm hidden [M, D]; padding ids are -inf."""
         logits = linear(hidden, self.lm_head, jnp.dtype(jnp.float32))
-        if self.devices * self.embedding.shape[0] == self.size:
+        if self.head_ids is None and self.devices * self.embedding.shape[0] == self.size:
             return logits
         return jnp.where(self.ids < self.size, logits, -jnp.inf)
 
     def argmax(self, scores: jax.Array) -> jax.Array:
         """Best id [M] int32 of spread scores [M, V / devices]; the lowest of equals."""
         best = jnp.max(scores, axis=-1)
-        at = self.ids[0] + jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        local = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        at = self._first_row + local if self.head_ids is None else self.head_ids[local]
         # One collective for both: ids travel as the bits of floats.
         pair = jnp.stack([best, jax.lax.bitcast_convert_type(at, jnp.float32)])
         bests, ats = jnp.moveaxis(jax.lax.all_gather(pair, HEAD_AXES, to="invarying"), 1, 0)
@@ -57,6 +77,14 @@ class Vocabulary:
     def add_noise(self, scaled: jax.Array, rows: RowSampling, stream: int) -> jax.Array:
         """Gumbel noise for this device's ids, where the temperature is above 0. [..., V / devices]."""
         return add_noise(scaled, rows, self.ids, stream)
+
+    def over_all_ids(self, x: jax.Array) -> jax.Array:
+        """Whole rows [B, ..., Vd] over a reduced head's ids -> [B, ..., V], -inf elsewhere."""
+        if self.head_ids is None:
+            return x
+        every = jax.lax.all_gather(self.head_ids, HEAD_AXES, tiled=True, to="invarying")
+        whole = jnp.full((*x.shape[:-1], self.devices * self.embedding.shape[0]), -jnp.inf, x.dtype)
+        return whole.at[..., every].set(x, mode="drop")
 
     def padded(self, rows: int) -> int:
         """`rows` rounded up to a multiple of the devices, for `to_whole_rows`."""

@@ -50,24 +50,3 @@ def resolve_model(model: str | Path | None = None) -> WeightSource:
     if not is_file or path.suffix != ".gguf":
         raise InvalidValueError("--model", str(model), legal)
     return GGUFFile(path)
-
-
-def resolve_mtp_head(path: str | Path) -> Path:
-    """The safetensors file of a stand-alone MTP head.
-
-    Args:
-      path: the file itself, or a directory with exactly one.
-
-    Raises:
-      InvalidValueError: field `--mtp-head`; no such file, or a choice of several.
-    """
-    legal = "an existing .safetensors file or a directory with exactly one"
-    try:
-        given = Path(path).expanduser()
-        found = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
-        exists = len(found) == 1 and found[0].is_file()
-    except (OSError, RuntimeError) as error:  # no permission, a name too long; no home to expand
-        raise InvalidValueError("--mtp-head", str(path), f"{legal} ({error})") from error
-    if not exists or found[0].suffix != ".safetensors":
-        raise InvalidValueError("--mtp-head", str(path), legal)
-    return found[0]

@@ -1,4 +1,4 @@
-"""Hugging Face directories of safetensors as a `WeightSource`, and stand-alone MTP heads."""
+"""Hugging Face directories of safetensors as a `WeightSource`."""
 
 import math
 import threading
@@ -9,19 +9,20 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError
 from mtp_jax.loading.hf_config import config_from_directory, read_json
-from mtp_jax.loading.source import check_shapes, count_text, expected_shapes, mtp_shapes
+from mtp_jax.loading.source import check_shapes, count_text, expected_shapes
 from mtp_jax.text import Tokenizer
 from mtp_jax.text.from_hf import tokenizer_from_directory
 
 INDEX = "model.safetensors.index.json"
+MTP_HEAD_FILE = "mtp_head.safetensors"  # a head beside the target's weights, and none of them
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype(np.int32),  # vocabulary ids of an MTP head
 }
 
 
@@ -30,13 +31,14 @@ class TensorFiles:
 
     Raises:
       CheckpointError: a file that is cut short or no safetensors, a name that two files hold, or an
-        element type other than float32, float16 and bfloat16.
+        element type other than float32, float16, bfloat16 and int32.
     """
 
     def __init__(self, paths: Iterable[Path]):
         self._files: dict[str, tuple[Path, safe_open]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, np.dtype] = {}
+        self.metadata: dict[str, str] = {}  # of all files; what the format's header keeps beside tensors
         for path in paths:
             self._add(path)
 
@@ -48,6 +50,7 @@ class TensorFiles:
         except (SafetensorError, OSError, ValueError) as error:
             got = f"unreadable or cut short ({error})"
             raise CheckpointError(str(path), got, "a safetensors file") from error
+        self.metadata |= file.metadata() or {}
         for name in file.keys():  # noqa: SIM118 - not a mapping
             if name in self._files:
                 other = self._files[name][0].name
@@ -146,21 +149,6 @@ class SafetensorsDir(TensorFiles):
             raise CheckpointError("config.json: num_nextn_predict_layers", modules, legal)
 
 
-def open_mtp_head(path: Path, config: ModelConfig) -> TensorFiles:
-    """A stand-alone MTP head, its tensors named as in MiMo's checkpoints (`model.mtp_layers.0.*`).
-
-    Args:
-      path: a safetensors file.
-      config: the target's; the head must have its widths.
-
-    Raises:
-      CheckpointError: unreadable, or tensors missing, misshapen or unknown.
-    """
-    head = TensorFiles([path])
-    check_shapes(path.name, mtp_shapes(config), head.shapes)
-    return head
-
-
 def _weight_map(index: Path) -> dict[str, str]:
     value = read_json(index).get("weight_map")
     named = isinstance(value, dict) and value and all(isinstance(file, str) for file in value.values())
@@ -173,7 +161,7 @@ def _shards(directory: Path) -> list[Path]:
     """The directory's weight files: those of the index, or else every one there is."""
     index = directory / INDEX
     if not index.is_file():
-        found = sorted(directory.glob("*.safetensors"))
+        found = sorted(path for path in directory.glob("*.safetensors") if path.name != MTP_HEAD_FILE)
         if not found:
             raise CheckpointError(str(directory), "no weights", "safetensors files beside config.json")
         return found

@@ -2,8 +2,13 @@
 
 On CPU that orientation is the fast one for the few rows of a decode step (the product reads each
 weight row once, in order), on GPU and TPU the compiler takes either, and loading needs no transpose.
+
+Where `kernels` is true, what a kernel of `pallas_kernels/few_rows` can take is left to it. They have no
+gradient, so only the engine asks for them.
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,27 +17,42 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mtp_jax.config import ModelConfig, RopeScaling
+from pallas_kernels import few_rows
 
-Reduce = Callable[[jax.Array], jax.Array]
+
+@dataclasses.dataclass(frozen=True)
+class SumOver:
+    """Sums partial products over the devices of these mesh axes, among which their weights are split."""
+
+    axes: tuple[str, ...] = ()
+
+    @property
+    def over_one_device(self) -> bool:
+        """Whether weights are whole here: then the sum says so to shard_map, and does nothing."""
+        return all(jax.lax.axis_size(axis) == 1 for axis in self.axes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, self.axes) if self.axes else x
 
 
-def identity(x: jax.Array) -> jax.Array:
-    """The `Reduce` of weights that are whole on every device."""
-    return x
+UNSPLIT = SumOver()
 
 
 class Attend(Protocol):
     """Writes this layer's new keys and values to its cache and attends over it.
 
-    Takes q [M, G, Q, H], k and v [M, G, H] and the cache; returns ([M, G, Q, H], the new cache).
+    Takes qkv [M, G, Q + 2, H] as `norm_qkv_rope` returns it and the cache; returns ([M, G, Q, H], the new
+    cache).
     """
 
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: "KVCache"
-    ) -> tuple[jax.Array, "KVCache"]: ...
+    def __call__(self, qkv: jax.Array, cache: "KVCache") -> tuple[jax.Array, "KVCache"]: ...
 
 
 KVCache = tuple[jax.Array, jax.Array]  # keys and values, each [P, page_size, G, H]
+Rope = tuple[jax.Array, jax.Array]  # cosines and sines of `rope_tables`
+
+
+CPU_CACHE_BYTES = 2**24  # a matrix up to this size is still in the last cache when the next row wants it
 
 
 def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
@@ -43,8 +63,20 @@ def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) 
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     # One flat matrix: around an output of several axes XLA would transpose the whole weight first.
     flat = weight.reshape(-1, weight.shape[-1])
-    contract = (((1,), (1,)), ((), ()))
-    out = jax.lax.dot_general(x, flat, contract, precision=precision, preferred_element_type=out_dtype)
+
+    def product(x: jax.Array, flat: jax.Array) -> jax.Array:
+        contract = (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(x, flat, contract, precision=precision, preferred_element_type=out_dtype)
+
+    def row_by_row(x: jax.Array, flat: jax.Array) -> jax.Array:
+        return jnp.concatenate([product(x[row : row + 1], flat) for row in range(x.shape[0])])
+
+    # On CPU a product of 2 to 8 rows takes 2.4 times one row's, whatever their number: it repacks the
+    # weights. A row at a time reads them again, but from the cache: 1.3 and 1.8 times for 2 and 4 rows.
+    few = 1 < x.shape[0] <= 4 and flat.size * flat.dtype.itemsize <= CPU_CACHE_BYTES
+    if not few:
+        return product(x, flat).reshape(x.shape[0], *weight.shape[:-1])
+    out = jax.lax.platform_dependent(x, flat, cpu=row_by_row, default=product)
     return out.reshape(x.shape[0], *weight.shape[:-1])
 
 
@@ -69,18 +101,61 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return blend * speeds + (1 - blend) * speeds / scaling.factor
 
 
-def rope_tables(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+def rope_tables(positions: jax.Array, config: ModelConfig) -> Rope:
     """Cosines and sines, each [M, H/2] fp32, for token positions [M]."""
     speeds = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     angles = positions.astype(jnp.float32)[:, None] * speeds
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+def apply_rope(x: jax.Array, tables: Rope) -> jax.Array:
     """Rotates x [M, ..., H] in half-split layout (plane i pairs features i and i + H/2), in fp32."""
     cos, sin = (t.reshape(t.shape[0], *(1,) * (x.ndim - 2), t.shape[1]) for t in tables)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+
+
+def norm_qkv_rope(
+    x: jax.Array,
+    norm: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    rope: Rope,
+    eps: float,
+    kernels: bool,
+) -> jax.Array:
+    """x [M, D] -> [M, G, Q + 2, H]: of each KV head its queries and its key, rotated, and its value."""
+    if kernels:
+        with contextlib.suppress(few_rows.NotHereError):
+            return few_rows.norm_qkv_rope(x, norm, weight, bias, rope, eps)
+    qkv = linear(rms_norm(x, norm, eps), weight)
+    if bias is not None:
+        qkv = qkv + bias
+    return jnp.concatenate([apply_rope(qkv[:, :, :-1], rope), qkv[:, :, -1:]], axis=2)
+
+
+def split_qkv(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[M, G, Q + 2, H] -> queries [M, G, Q, H], keys and values [M, G, H]."""
+    return qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+
+
+def norm_swiglu(x: jax.Array, norm: jax.Array, gate_up: jax.Array, eps: float, kernels: bool) -> jax.Array:
+    """x [M, D] -> [M, F]: gate_up [2, F, D] after a norm, SiLU of the one half times the other."""
+    if kernels:
+        with contextlib.suppress(few_rows.NotHereError):
+            return few_rows.norm_swiglu(x, norm, gate_up, eps)
+    out = linear(rms_norm(x, norm, eps), gate_up)  # M 2 F
+    return jax.nn.silu(out[:, 0]) * out[:, 1]
+
+
+def project_add(
+    x: jax.Array, weight: jax.Array, residual: jax.Array, reduce: SumOver, kernels: bool
+) -> jax.Array:
+    """residual [M, D] + the product of x [M, in] and weight [D, in], summed over the devices with parts."""
+    if kernels and reduce.over_one_device:
+        with contextlib.suppress(few_rows.NotHereError):
+            return reduce(few_rows.project_add(x, weight, residual))
+    return residual + reduce(linear(x, weight))
 
 
 class DecoderLayer(nnx.Module):
@@ -107,22 +182,19 @@ class DecoderLayer(nnx.Module):
         self,
         x: jax.Array,
         cache: KVCache,
-        rope: tuple[jax.Array, jax.Array],
+        rope: Rope,
         attend: Attend,
-        reduce_attention: Reduce = identity,
-        reduce_ffn: Reduce = identity,
+        reduce_attention: SumOver = UNSPLIT,
+        reduce_ffn: SumOver = UNSPLIT,
+        kernels: bool = False,
     ) -> tuple[jax.Array, KVCache]:
         """x [M, D] -> ([M, D], cache). `reduce_*` sums partial products over the devices that share them."""
         with jax.named_scope("attention"):
-            qkv = linear(rms_norm(x, self.input_norm[...], self.eps), self.qkv[...])  # M G Q+2 H
-            if self.qkv_bias is not None:
-                qkv = qkv + self.qkv_bias[...]
-            rotated = apply_rope(qkv[:, :, :-1], rope)
-            mixed, cache = attend(rotated[:, :, :-1], rotated[:, :, -1], qkv[:, :, -1], cache)
-            o = self.o[...]
-            out = linear(mixed.reshape(mixed.shape[0], -1), o.reshape(o.shape[0], -1))
-            x = x + reduce_attention(out)
+            bias = None if self.qkv_bias is None else self.qkv_bias[...]
+            qkv = norm_qkv_rope(x, self.input_norm[...], self.qkv[...], bias, rope, self.eps, kernels)
+            mixed, cache = attend(qkv, cache)
+            mixed, o = mixed.reshape(x.shape[0], -1), self.o[...].reshape(x.shape[1], -1)
+            x = project_add(mixed, o, x, reduce_attention, kernels)
         with jax.named_scope("ffn"):
-            gate_up = linear(rms_norm(x, self.post_norm[...], self.eps), self.gate_up[...])  # M 2 F
-            out = linear(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.down[...])
-            return x + reduce_ffn(out), cache
+            act = norm_swiglu(x, self.post_norm[...], self.gate_up[...], self.eps, kernels)
+            return project_add(act, self.down[...], x, reduce_ffn, kernels), cache

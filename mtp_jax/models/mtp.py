@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.models.layers import Attend, DecoderLayer, KVCache, Reduce, identity, linear, rms_norm
+from mtp_jax.models.layers import UNSPLIT, Attend, DecoderLayer, KVCache, Rope, SumOver, linear, rms_norm
 
 
 class MimoMTP(nnx.Module):
@@ -36,11 +36,12 @@ class MimoMTP(nnx.Module):
         hidden: jax.Array,
         embedding: jax.Array,
         cache: KVCache,
-        rope: tuple[jax.Array, jax.Array],
+        rope: Rope,
         attend: Attend,
-        gather_proj: Reduce = identity,
-        reduce_attention: Reduce = identity,
-        reduce_ffn: Reduce = identity,
+        gather_proj: Callable[[jax.Array], jax.Array] | None = None,
+        reduce_attention: SumOver = UNSPLIT,
+        reduce_ffn: SumOver = UNSPLIT,
+        kernels: bool = False,
     ) -> tuple[jax.Array, KVCache]:
         """hidden [M, D], embedding [M, D] -> (post-norm output [M, D], cache).
 
@@ -51,6 +52,7 @@ class MimoMTP(nnx.Module):
                 rms_norm(hidden, self.hidden_norm[...], self.eps),
                 rms_norm(embedding, self.token_norm[...], self.eps),
             ]
-            x = gather_proj(linear(jnp.concatenate(normed, axis=-1), self.input_proj[...]))
-            x, cache = self.layer(x, cache, rope, attend, reduce_attention, reduce_ffn)
+            x = linear(jnp.concatenate(normed, axis=-1), self.input_proj[...])
+            x = x if gather_proj is None else gather_proj(x)
+            x, cache = self.layer(x, cache, rope, attend, reduce_attention, reduce_ffn, kernels)
             return rms_norm(x, self.final_norm[...], self.eps), cache

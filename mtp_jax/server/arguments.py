@@ -1,5 +1,7 @@
 """Flags of the server, its configuration file, and what both come to: `ServeOptions`.
 
+The chat and the benchmark take the engine's flags from here too (`add_flags`, `resolve`).
+
 Every default is read from a dataclass, so that help text and behaviour cannot drift; where the engine
 chooses by model and device, help says so (`CHOSEN`). Three layers, the later wins: defaults, the
 --config file, the command line.
@@ -11,11 +13,11 @@ import difflib
 import math
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from mtp_jax.config import EngineConfig
+from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig
 from mtp_jax.engine.prepare import default_compile_cache
 from mtp_jax.errors import InvalidValueError
 
@@ -49,8 +51,15 @@ class ServeOptions:
 
     @property
     def engine(self) -> EngineConfig:
-        """EngineConfig's defaults with the overrides."""
-        return EngineConfig(**self.overrides)  # pyright: ignore[reportArgumentType]
+        """EngineConfig's defaults with the overrides; what is `auto` is left to the engine."""
+        given = {name: value for name, value in self.overrides.items() if value != AUTO}
+        return EngineConfig(**given)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def llm_arguments(self) -> dict[str, Any]:
+        """The engine's part as arguments of `mtp_jax.llm.LLM`."""
+        names = ("model", "mtp_head", "dtype", "kv_cache_gib", "compile_cache")
+        return {name: getattr(self, name) for name in names} | dict(self.overrides)
 
 
 def flag_of(field: str) -> str:
@@ -58,9 +67,10 @@ def flag_of(field: str) -> str:
     return {"enable_prefix_caching": "--no-prefix-caching"}.get(field, "--" + field.replace("_", "-"))
 
 
-def _number(
+def number(
     kind: type[int] | type[float], low: float, high: float | None = None
 ) -> Callable[[str], int | float]:
+    """Reads a number from `low` to `high` off a command line; for `type=` of a flag."""
     word = "an integer" if kind is int else "a finite number"
     legal = f"{word} of at least {low}" if high is None else f"{word} from {low} to {high}"
 
@@ -76,22 +86,35 @@ def _number(
     return parse
 
 
-def _text(text: str) -> str:
+def any_text(text: str) -> str:
     """Any text but none: an empty variable in a script must not become an empty API key or address."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"got {text!r}; expected a text that is not empty")
     return text
 
 
-_INTEGER = _number(int, 0)  # EngineConfig knows the ranges
+def drafts(text: str) -> int | float | str:
+    """Reads a number of drafts, or `auto`."""
+    try:
+        return AUTO if text == AUTO else number(int, 0)(text)
+    except argparse.ArgumentTypeError:
+        legal = f"{AUTO!r} or an integer of at least 0"
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}") from None
+
+
+_INTEGER = number(int, 0)  # EngineConfig knows the ranges
 # Group -> flag field -> (help, how to read it, choices).
 _Flag = tuple[str, Callable[[str], object], tuple[str, ...] | None]
 FLAGS: dict[str, dict[str, _Flag]] = {
     "model": {
-        "model": ("Hugging Face directory or GGUF file; without it, the default model", _text, None),
-        "served_model_name": ("name that clients ask for ('default' always works)", _text, None),
-        "mtp_head": ("file or directory with the weights of an MTP module", _text, None),
-        "dtype": ("type of weights and caches; auto is float32 on CPU and bfloat16 elsewhere", _text, DTYPES),
+        "model": ("Hugging Face directory or GGUF file; without it, the default model", any_text, None),
+        "served_model_name": ("name that clients ask for ('default' always works)", any_text, None),
+        "mtp_head": ("file or directory with the weights of an MTP module", any_text, None),
+        "dtype": (
+            "type of weights and caches; auto is float32 on CPU and bfloat16 elsewhere",
+            any_text,
+            DTYPES,
+        ),
     },
     "layout": {
         "stages": ("pipeline stages", _INTEGER, None),
@@ -105,24 +128,24 @@ FLAGS: dict[str, dict[str, _Flag]] = {
         "num_pages": ("KV pages", _INTEGER, None),
         "kv_cache_gib": (
             "instead of --num-pages: GiB of KV pages on each device",
-            _number(float, 0.001),
+            number(float, 0.001),
             None,
         ),
-        "num_speculative_tokens": ("drafts a round, 0 to 8", _INTEGER, None),
-        "draft_sampling": ("how drafts are chosen when sampling", _text, ("greedy", "probabilistic")),
+        "num_speculative_tokens": ("drafts a round: 0 to 8, or auto", drafts, None),
+        "draft_sampling": ("how drafts are chosen when sampling", any_text, ("greedy", "probabilistic")),
         "prefill_chunk": ("prompt tokens in a tick at most", _INTEGER, None),
         "max_rounds": ("rounds of the ring in a dispatch at most: 1, 2, 4 or 8", _INTEGER, None),
-        "compile_cache": ("folder for compiled programs, or 'off'", _text, None),
+        "compile_cache": ("folder for compiled programs, or 'off'", any_text, None),
     },
     "server": {
-        "host": ("address to listen on", _text, None),
-        "port": ("port to listen on; 0 takes a free one", _number(int, 0, 65535), None),
-        "api_key": ("key that clients must send; /health, /ready and /metrics stay open", _text, None),
-        "max_body_mib": ("largest request body, in MiB", _number(float, 0.001), None),
-        "drain_timeout": ("seconds that running requests get to finish on SIGTERM", _number(float, 0), None),
-        "watchdog_timeout": ("seconds after which a single step counts as hung", _number(float, 1), None),
-        "log_level": ("least severity that is logged", _text, ("debug", "info", "warning", "error")),
-        "log_format": ("text or one JSON object a line", _text, ("text", "json")),
+        "host": ("address to listen on", any_text, None),
+        "port": ("port to listen on; 0 takes a free one", number(int, 0, 65535), None),
+        "api_key": ("key that clients must send; /health, /ready and /metrics stay open", any_text, None),
+        "max_body_mib": ("largest request body, in MiB", number(float, 0.001), None),
+        "drain_timeout": ("seconds that running requests get to finish on SIGTERM", number(float, 0), None),
+        "watchdog_timeout": ("seconds after which a single step counts as hung", number(float, 1), None),
+        "log_level": ("least severity that is logged", any_text, ("debug", "info", "warning", "error")),
+        "log_format": ("text or one JSON object a line", any_text, ("text", "json")),
     },
 }
 _ENGINE_FIELDS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
@@ -131,32 +154,46 @@ CHOSEN = {
     "max_num_seqs": f"chosen for the device; {EngineConfig.max_num_seqs} on CPU",
     "max_model_len": f"chosen for model and device; at most {EngineConfig.max_model_len} on CPU",
     "num_pages": "chosen for model and device; what memory allows",
-    "num_speculative_tokens": "chosen for the model; 1 with an MTP module, else 0",
+    "num_speculative_tokens": f"auto: with an MTP module 0 to {AUTO_DRAFTS}, whatever measures best; else 0",
     "prefill_chunk": f"chosen for the device; {EngineConfig.prefill_chunk} on CPU",
     "max_rounds": f"chosen for the device; {EngineConfig.max_rounds} on CPU",
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are one line and exit code 2."""
+class Parser(argparse.ArgumentParser):
+    """Errors are one line and exit code 2; flags that are not given leave no attribute behind."""
+
+    def __init__(self, prog: str, description: str, epilog: str | None = None):
+        super().__init__(
+            prog=prog,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.removeprefix('argument ').split())}\n")
 
+    def given(self, argv: Sequence[str]) -> dict[str, Any]:
+        """The flags of a command line and their values. Ends the process over one that does not exist."""
+        namespace, unknown = self.parse_known_args(argv)
+        if unknown:
+            self.error(_unknown(unknown[0], self))
+        return vars(namespace)
 
-def make_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser; flags that are not given leave no attribute behind."""
-    parser = _Parser(
-        prog=prog,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        description="Serve a model over HTTP with OpenAI's API.",
-    )
+
+def add_flags(parser: Parser, titles: Sequence[str], without: Container[str] = ()) -> None:
+    """Adds groups of `FLAGS`, but for the fields in `without`."""
     defaults = {field.name: getattr(ServeOptions(), field.name) for field in dataclasses.fields(ServeOptions)}
     defaults = _ENGINE_FIELDS | defaults  # ServeOptions wins: "auto" is none of EngineConfig's types
-    for title, flags in FLAGS.items():
+    for title in titles:
+        flags = FLAGS[title]
         group = parser.add_argument_group(title)
         for field, (text, read, choices) in flags.items():
+            if field in without:
+                continue
             default = CHOSEN.get(field, defaults[field])
             shown = text if default is None else f"{text} (default: {default})"
             group.add_argument(
@@ -174,6 +211,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
                 action="store_true",
                 help="compute every prompt from its start",
             )
+
+
+def make_parser(prog: str) -> Parser:
+    """The server's parser."""
+    parser = Parser(prog, "Serve a model over HTTP with OpenAI's API.")
+    add_flags(parser, tuple(FLAGS))
     parser.add_argument("--config", metavar="FILE", help="TOML file; keys are flags with underscores")
     parser.add_argument("--check", action="store_true", help="validate, print what would run, and exit")
     return parser
@@ -186,13 +229,10 @@ def parse_options(argv: Sequence[str], prog: str = "mtp-jax serve") -> ServeOpti
       SystemExit: code 2 after one line on stderr; code 0 after --help.
     """
     parser = make_parser(prog)
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(_unknown(unknown[0], parser))
-    given = vars(namespace)
+    given = parser.given(argv)
     try:
         from_file = _read_file(parser, given.pop("config")) if "config" in given else {}
-        return _resolve(given, from_file)
+        return resolve(given, from_file)
     except InvalidValueError as error:
         field = flag_of(error.field) if error.field in _ENGINE_FIELDS else error.field
         parser.error(f"{field}: got {error.got!r}; expected {error.legal}")
@@ -205,7 +245,12 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     return f"{name}: no such flag; {f'did you mean {close[0]}?' if close else 'see --help'}"
 
 
-def _resolve(given: Mapping[str, object], from_file: dict[str, object]) -> ServeOptions:
+def resolve(given: Mapping[str, object], from_file: dict[str, object]) -> ServeOptions:
+    """Options from flags and the values of a file, which the flags precede.
+
+    Raises:
+      InvalidValueError: a value out of range; fields of EngineConfig are named as there.
+    """
     for one, other in (("num_pages", "kv_cache_gib"), ("kv_cache_gib", "num_pages")):
         if one in given:
             from_file.pop(other, None)
@@ -254,9 +299,9 @@ def _file_value(action: argparse.Action, value: object, where: str) -> object:
         raise InvalidValueError(where, value, "one text or number")
     if action.choices is not None and value not in action.choices:
         raise InvalidValueError(where, value, " or ".join(map(str, action.choices)))
-    if action.type is _text and not isinstance(value, str):
+    if action.type is any_text and not isinstance(value, str):
         raise InvalidValueError(where, value, "a text in quotes")
-    if action.type is not _text and isinstance(value, str):
+    if action.type not in (any_text, drafts) and isinstance(value, str):
         raise InvalidValueError(where, value, "a number without quotes")
     assert callable(action.type)
     try:

@@ -106,6 +106,14 @@ class _EngineCollector(Collector):
         for position, accepted in enumerate(self.stats.num_accepted_per_position):
             per_position.add_metric([*self._labels, str(position)], float(accepted))
         yield per_position
+        in_use = GaugeMetricFamily(
+            PREFIX + "spec_decode_drafts_in_use",
+            "Drafts a round where the engine chooses them, by the most rows a group has.",
+            labels=["model_name", "rows"],
+        )
+        for rows, drafts in self.stats.drafts_in_use.items():
+            in_use.add_metric([*self._labels, str(rows)], float(drafts))
+        yield in_use
         names = ["model_name", *self._cache_config]
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "How the KV cache is laid out.", labels=names)
         info.add_metric([*self._labels, *self._cache_config.values()], 1.0)

@@ -5,14 +5,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.device import NotHereError, on_hopper
 from pallas_kernels.paged_attention import mosaic_gpu, reference
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
-SM_90 = "9.0"  # the kernel is wgmma and TMA: Hopper's own instructions, which later chips do not have
-
-
-class NotHereError(NotImplementedError):
-    """No kernel for these shapes, dtypes or this device: the caller takes its XLA path."""
 
 
 def paged_attention(
@@ -59,18 +55,11 @@ def paged_attention(
     if implementation == "reference":
         return reference.paged_attention(q, keys, values, table, positions)
     reason = mosaic_gpu.why_not(q, keys)
-    if reason is None and implementation == "auto" and not _on_hopper():
+    if reason is None and implementation == "auto" and not on_hopper():
         reason = "it needs a Hopper GPU"
     if reason is not None:
         raise NotHereError(f"no paged attention kernel here: {reason}")
     return mosaic_gpu.paged_attention(q, keys, values, table, positions)
-
-
-def _on_hopper() -> bool:
-    """Whether this process computes on Hopper GPUs."""
-    if jax.default_backend() != "gpu":
-        return False
-    return getattr(jax.devices()[0], "compute_capability", None) == SM_90
 
 
 def _check(q: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Array, positions: jax.Array) -> None:

@@ -16,9 +16,14 @@ def draw(model=TINY, kv_cache_gib: float | None = None, **overrides: Value) -> B
 
 
 def test_defaults() -> None:
-    """A model with an MTP module speculates; the context is what the machine and the model allow."""
-    assert draw().config.num_speculative_tokens == 1
-    assert draw(PLAIN).config.num_speculative_tokens == 0
+    """A model with an MTP module speculates as it pays; the context is what machine and model allow."""
+    config = draw().config
+    assert (config.num_speculative_tokens, config.adaptive_drafts, config.initial_drafts) == (3, True, 0)
+    assert draw(num_speculative_tokens="auto").config == config
+    fixed = draw(num_speculative_tokens=2).config
+    assert (fixed.num_speculative_tokens, fixed.adaptive_drafts, fixed.initial_drafts) == (2, False, 2)
+    plain = draw(PLAIN).config
+    assert (plain.num_speculative_tokens, plain.adaptive_drafts) == (0, False)
     assert draw(dataclasses.replace(TINY, max_position_embeddings=300)).config.max_model_len == 300
     assert draw().config.dtype == "float32"
 
@@ -74,8 +79,9 @@ def test_describe() -> None:
         "random mimo",
         "stage 2 x data 1 x tensor 1",
         "0-2 | 3-4",
-        "K = 1, greedy drafts",
+        "K = 0 to 3 as measured, greedy drafts",
         "40 pages",
     ):
         assert part in text
     assert "off (K = 0)" in draw(PLAIN).describe()
+    assert "K = 1, greedy drafts" in draw(num_speculative_tokens=1).describe()

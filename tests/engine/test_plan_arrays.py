@@ -3,14 +3,14 @@
 import numpy as np
 
 from mtp_jax.config import EngineConfig
-from mtp_jax.engine.buckets import Bucket
+from mtp_jax.engine.buckets import Bucket, Sampling
 from mtp_jax.engine.plan_arrays import RESULT_FIELDS, PlanWriter, read_results
 from mtp_jax.scheduler.plan import DEVICE_STOP_TOKENS, Chunk, DispatchPlan, RowResult, SlotView
 from sharding.mesh import make_mesh
 from sharding.placement import make_placement
 
 CONFIG = EngineConfig(stages=2, max_num_seqs=3, page_size=4, num_speculative_tokens=2)
-BUCKET = Bucket(1, 4, 8, 16)
+BUCKET = Bucket(1, 4, 8, 16, drafts=2)
 
 
 def plan(*, chunks: tuple[Chunk | None, ...] = ()) -> DispatchPlan:
@@ -59,6 +59,21 @@ def test_fields() -> None:
 
 def test_without_a_lane() -> None:
     assert writer().write(plan(), Bucket(1, 2, 2, 0)).chunks is None
+
+
+def test_what_a_bucket_does_not_read_is_left_out() -> None:
+    """An input that a program does not use crashes the compiler, and greedy programs use no noise."""
+    names = ("num_drafts", "temperature", "seed", "top_k", "top_p")
+    sender = writer()
+    for bucket, read in (
+        (Bucket(1, 2, 2, 0, 2, Sampling.ANY), names),
+        (Bucket(1, 2, 2, 0, 1, Sampling.WHOLE), names),
+        (Bucket(1, 2, 2, 0, 2, Sampling.NOISE), names[:3]),
+        (Bucket(1, 2, 2, 0, 0, Sampling.NOISE), names[1:3]),
+        (Bucket(1, 2, 2, 0, 0, Sampling.GREEDY), ()),
+    ):
+        arrays = sender.write(plan(), bucket)
+        assert tuple(name for name in names if getattr(arrays, name) is not None) == read
 
 
 def test_only_what_changed_is_sent() -> None:

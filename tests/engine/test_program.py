@@ -65,7 +65,7 @@ def test_one_compile_a_bucket(compiles: list[str]) -> None:
     launch = engine._launch
 
     def watch(plan):
-        wanted.add(bucket_of(plan))
+        wanted.add(engine._bucket(plan))
         return launch(plan)
 
     engine._launch = watch  # type: ignore[method-assign]
@@ -120,7 +120,7 @@ def test_no_cache_is_copied(stages: int, k: int, chunk: int, rows: int) -> None:
     model = dataclasses.replace(TINY, num_hidden_layers=1 if stages == 1 else stages + 1)
     sizes = {"stages": stages, "num_speculative_tokens": k, "max_num_seqs": 4 * stages, "min_rows": 1}
     drawn = blueprint(RandomSource(model), page_size=16, num_pages=1024, **sizes)
-    compiled = compile_bucket(drawn, Bucket(1, rows, drawn.config.pages_per_slot, chunk))
+    compiled = compile_bucket(drawn, Bucket(1, rows, drawn.config.pages_per_slot, chunk, k))
     cache = 1024 * 16 * model.num_key_value_heads * model.head_dim * FLOAT32
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -163,7 +163,7 @@ def hundred_token_buckets(max_model_len: int) -> set[Bucket]:
     scheduler.add(EngineRequest("a", tuple(range(70)), greedy(30)))
     plans = []
     while (plan := scheduler.schedule()) is not None:
-        plans.append(bucket_of(plan))
+        plans.append(bucket_of(plan, drafts=1))
     return set(plans)
 
 

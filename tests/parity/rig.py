@@ -19,7 +19,7 @@ from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_bluep
 from mtp_jax.engine.draft import Drafter
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.plan_arrays import PlanWriter
-from mtp_jax.engine.state import state_shapes, state_specs
+from mtp_jax.engine.state import EngineState, state_shapes, state_specs
 from mtp_jax.loading import WeightSource, resolve_model
 from mtp_jax.loading.source import expected_shapes
 from mtp_jax.request import EngineRequest, RequestOutput, SamplingParams
@@ -180,7 +180,7 @@ def compile_bucket(drawn: Blueprint, bucket: Bucket) -> jax.stages.Compiled:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 
     weights = jax.tree.map(placed, layout.shapes(), layout.specs())
-    shapes = state_shapes(layout.model, config, slots, layout.padded_vocab)
+    shapes = state_shapes(layout.model, config, slots, layout.padded_draft_vocab)
     state = jax.tree.map(placed, shapes, state_specs(layout.model, config, layout.placement, slots))
     plan = PlanWriter(config, layout.placement).write(idle_plan(bucket, config), bucket)
     return program.step(bucket).lower(weights, state, plan).compile()
@@ -215,6 +215,13 @@ def run_jobs(
             assert engine.stats().kv_cache_usage == 0, "pages leaked"
             return outputs
     raise AssertionError(f"not done after {max_steps} steps")
+
+
+def state_of(engine: Engine) -> EngineState:
+    """The state after the last launched dispatch."""
+    if engine._launched is not None:
+        engine._launched.output.result()  # the launcher's thread is done with it
+    return engine._state
 
 
 def tokens_of(outputs: Iterable[RequestOutput]) -> list[int]:

@@ -15,7 +15,7 @@ from mtp_jax.engine.head import Head
 from mtp_jax.loading import WeightSource, resolve_model
 from mtp_jax.request import RequestOutput
 from tests.oracle.prompts import PROMPTS
-from tests.parity.rig import Job, greedy, make_engine, renew, run_jobs, tokens_of
+from tests.parity.rig import Job, greedy, make_engine, renew, run_jobs, state_of, tokens_of
 from tests.parity.tap import Tap, tapped
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -141,7 +141,7 @@ def slots_after_each_step(
 
     def watched() -> list[RequestOutput]:
         outputs = step()
-        slots = jax.device_get(engine._state.slots)
+        slots = jax.device_get(state_of(engine).slots)
         if slots.length[0] > 0:
             seen[int(slots.length[0]) - 1] = {"drafts": slots.drafts[0], "logits": slots.draft_logits[0]}
         return outputs
