@@ -197,7 +197,7 @@ def test_a_head_of_its_own(tmp_path):
     save_file(tensors, tmp_path / "head.safetensors")
     for place in (tmp_path, tmp_path / "head.safetensors"):
         head = open_mtp_head(resolve_mtp_head(place), source.config)
-        assert head.names() == set(tensors)
+        assert head.tensors.names() == set(tensors)
         for name, expected in tensors.items():
             np.testing.assert_array_equal(head.read(name), expected)
 
