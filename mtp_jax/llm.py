@@ -180,9 +180,9 @@ class LLM:
 
     def close(self) -> None:
         """Frees the engine; may be called twice."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -8,6 +8,7 @@ because contexts grow and acceptance drifts. k = 0 is always tried: speculation 
 """
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -70,6 +71,7 @@ class _Row:
         self.times: dict[int, list[float]] = {}  # seconds a round by k, of this round of trials
         self.idle = 0  # dispatches since the last round of trials
         self.pause = FIRST_PAUSE  # and how many there will be
+        self.offered = initial  # most drafts that a request of the last dispatch wanted
 
     def begin(self, trial: int | None) -> None:
         """Starts a trial, or a pause."""
@@ -98,7 +100,19 @@ class DraftChooser:
 
     def choose(self, rows: int, offered: int) -> int:
         """The k for a dispatch of this row bucket; no request in it wants more than `offered` drafts."""
-        return min(self._rows[rows].drafts, offered)
+        row = self._rows[rows]
+        row.offered = offered
+        if row.trial is not None and row.trial > offered:  # nobody would tell how it goes
+            row.best, row.times = min(row.best, offered), {}
+            row.begin(row.best)
+        return min(row.drafts, offered)
+
+    def cannot(self, rows: int, drafts: int) -> None:
+        """There is no program for this k: its trial is over, and it was hopeless."""
+        row = self._rows[rows]
+        if drafts == row.trial and drafts != row.best:
+            row.times[drafts] = [math.inf]
+            self._advance(rows, row)
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Tells of one round of one request."""
@@ -118,9 +132,13 @@ class DraftChooser:
             if row.taken > SETTLE:
                 row.times.setdefault(drafts, []).append(seconds_a_round)
             if row.taken == SETTLE + SAMPLES:
-                row.begin(self._next_trial(row))
-                if row.trial is None:
-                    self._decide(rows, row)
+                self._advance(rows, row)
+
+    def _advance(self, rows: int, row: _Row) -> None:
+        """On to the next trial, or to a decision."""
+        row.begin(self._next_trial(row))
+        if row.trial is None:
+            self._decide(rows, row)
 
     def _rates(self, row: _Row) -> dict[int, float]:
         """Tokens a second by k, a row, of this round of trials."""
@@ -136,7 +154,7 @@ class DraftChooser:
             k = row.best + step
             while k in rates and rates[k] > hopeless:
                 k += step
-            if k not in rates and 0 <= k <= self._most:
+            if k not in rates and 0 <= k <= min(self._most, row.offered):
                 return k
         return None if 0 in rates else 0
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -115,7 +116,8 @@ class Blueprint:
 
 
 def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -> Blueprint:
-    """Decides everything about an engine, reading no more than the checkpoint's headers.
+    """Decides everything about an engine, reading the checkpoint's headers and, where it looks for an MTP
+    head, its final norm.
 
     `source` is an already open checkpoint to use instead of `options.model`.
 
@@ -243,7 +245,9 @@ def idle_plan(bucket: Bucket, config: EngineConfig) -> DispatchPlan:
 
 
 def _model_path(options: EngineOptions) -> Path:
-    return default_model_path() if options.model is None else Path(options.model).resolve()
+    # Not resolved: a link's name is the model's, and what lies beside the link belongs to it.
+    path = default_model_path() if options.model is None else Path(options.model).expanduser()
+    return Path(os.path.abspath(path))
 
 
 def _find_head(options: EngineOptions, source: WeightSource, path: Path | None) -> MTPHead | None:

@@ -37,7 +37,7 @@ class MTP:
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-    """Makes K drafts for every row that emitted tokens, and keeps the MTP cache true for the others."""
+    """Makes the bucket's number of drafts for rows that emitted tokens, and keeps the MTP cache true."""
 
     model: ModelConfig
     config: EngineConfig

@@ -1,5 +1,6 @@
 """The engine's host loop: schedule, dispatch, read the dispatch before, hand out text."""
 
+import collections
 import dataclasses
 import logging
 import time
@@ -31,7 +32,7 @@ class Launched:
     """A dispatch that the device has been given and the host has not read.
 
     `times` says that how long it takes tells something: it was launched before the one ahead of it was
-    read, on its own executable, with no prompt in the ring and no compiler beside it.
+    read, on its own executable, with requests that go on, no prompt in the ring and no compiler beside it.
     """
 
     plan: DispatchPlan
@@ -39,6 +40,7 @@ class Launched:
     bucket: Bucket
     ticks: int
     times: bool
+    num_compiled: int  # executables there were
 
 
 class Engine:
@@ -68,13 +70,14 @@ class Engine:
         self._weights, self._state = weights, state
         # A thread of its own: a launch on a GPU is 1,500 kernels and 2 ms of a host that has more to do.
         self._launcher = ThreadPoolExecutor(1, "mtp-jax-launch")
-        self._launched: Launched | None = None
+        self._unread: collections.deque[Launched] = collections.deque()
         self._completions: dict[str, Completion] = {}
         self._counts = Counts(config.num_speculative_tokens)
         self._chooser: DraftChooser | None = None
         if config.adaptive_drafts and config.num_speculative_tokens:
             self._chooser = DraftChooser(config.num_speculative_tokens, config.initial_drafts, buckets.rows)
         self._read_at = 0.0  # when the last dispatch was read
+        self._broken: BaseException | None = None  # what a launch died of: the state went with it
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises InvalidRequestError for one that can never be served."""
@@ -88,7 +91,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """True while a request is unfinished or a dispatch is unread."""
-        return self._scheduler.has_unfinished or self._launched is not None
+        return self._scheduler.has_unfinished or bool(self._unread)
 
     def step(self) -> list[RequestOutput]:
         """Launches the next dispatch, then reads the one before: the host works while the device does."""
@@ -96,24 +99,37 @@ class Engine:
         plan = self._scheduler.schedule()
         for request_id in self._scheduler.take_admitted():
             self._completions[request_id].admitted(time.monotonic())
-        launched = self._launch(plan) if plan is not None else None
+        if plan is not None:
+            self._unread.append(self._launch(plan))
         self._counts.host_seconds += time.perf_counter() - began
-        previous, self._launched = self._launched, launched
-        return self._collect(previous) if previous is not None else []
+        outputs = []
+        # More than one is left to read after a Ctrl-C in here.
+        while len(self._unread) > (plan is not None):
+            outputs += self._collect()
+        if self._unread and not self._scheduler.has_unfinished:
+            # Nothing is in it, and whoever drives the engine may read it after a pause.
+            self._unread.append(dataclasses.replace(self._unread.pop(), times=False))
+        return outputs
 
     def _launch(self, plan: DispatchPlan) -> Launched:
         exact = self._bucket(plan)
         bucket, step = self.executables.find(exact)
         self._look_ahead(plan, exact)
         output = self._launcher.submit(self._run, step, self._writer.write(plan, bucket))
-        ahead = self._launched
-        alike = ahead is not None and ahead.bucket == bucket == exact and not bucket.chunk
+        alike = bool(self._unread) and self._unread[-1].bucket == bucket == exact and not bucket.chunk
         times = alike and not self.executables.is_compiling
-        return Launched(plan, output, bucket, plan.rounds * self.config.stages, times)
+        ticks = plan.rounds * self.config.stages
+        return Launched(plan, output, bucket, ticks, times, self.executables.num_compiled)
 
     def _run(self, step: Compiled, plan: PlanArrays) -> StepOutput:
         """Hands a step to the device; only the launcher's thread touches the state."""
-        self._state, output = step(self._weights, self._state, plan)
+        if self._broken is not None:  # say what was first, not that the state is gone
+            raise self._broken
+        try:
+            self._state, output = step(self._weights, self._state, plan)
+        except BaseException as error:
+            self._broken = error
+            raise
         return output
 
     def _bucket(self, plan: DispatchPlan) -> Bucket:
@@ -125,6 +141,8 @@ class Engine:
         bucket = self._bucket_with(plan, self._chooser.choose(plan.num_rows, offered))
         if bucket.drafts == safe or self.executables.at_once or self.executables.is_ready(bucket):
             return bucket
+        if self.executables.has_failed(bucket):
+            self._chooser.cannot(bucket.rows, bucket.drafts)
         self.executables.want(bucket)  # until then with as many drafts as there is a fallback for
         return self._bucket_with(plan, safe)
 
@@ -140,8 +158,11 @@ class Engine:
         if wider is not None and 2 * longest > bucket.width:
             self.executables.want(wider)
 
-    def _collect(self, launched: Launched) -> list[RequestOutput]:
+    def _collect(self) -> list[RequestOutput]:
+        """Reads the oldest dispatch."""
+        launched = self._unread[0]
         output = jax.device_get(launched.output.result())  # waits for the device
+        self._unread.popleft()
         began = time.perf_counter()
         self._time(launched, began)
         results = read_results(np.asarray(output.results))
@@ -156,6 +177,8 @@ class Engine:
         before, self._read_at = self._read_at, now
         if self._chooser is None or not launched.times or self.executables.is_compiling:
             return
+        if self.executables.num_compiled != launched.num_compiled:
+            return  # a compiler was at work in between
         bucket = launched.bucket
         self._chooser.timed(bucket.rows, bucket.drafts, (now - before) / bucket.rounds)
         for choice in self._chooser.take_decided():
@@ -199,10 +222,14 @@ class Engine:
 
     def close(self) -> None:
         """Waits for the device and the background compiler, and lets go of both."""
-        if self._launched is not None:
-            jax.block_until_ready(self._launched.output.result())
-        self._launcher.shutdown()
-        self.executables.close()
+        unread = list(self._unread)
+        self._unread.clear()
+        try:
+            for launched in unread:
+                jax.block_until_ready(launched.output.result())
+        finally:
+            self._launcher.shutdown()
+            self.executables.close()
 
 
 class Counts:

@@ -1,9 +1,9 @@
 """Compiled steps by bucket: a few before the engine is ready, the others when they are first wanted.
 
-A larger bucket can always do a smaller one's work. So once the largest is compiled nothing ever waits
-for a compiler: a plan whose own bucket is not there yet runs on the cheapest larger one, while the
-exact one is compiled in the background. Nothing else is compiled that nobody asked for: on a small
-machine the compiler would take the cores that the first requests need.
+A larger bucket can always do a smaller one's work, if it makes as many drafts. So once the largest is
+compiled nothing ever waits for a compiler: a plan whose own bucket is not there yet runs on the cheapest
+larger one, while the exact one is compiled in the background. Nothing else is compiled that nobody asked
+for: on a small machine the compiler would take the cores that the first requests need.
 """
 
 import atexit
@@ -61,7 +61,9 @@ class Executables:
         self._asked: set[Bucket] = set()
         self._coming: list[Bucket] = []
         self._closing = False
+        self._guard = threading.Lock()  # of the counts below, and of the dictionary of locks
         self._compiling = 0
+        self._failed: set[Bucket] = set()
         self._thread: threading.Thread | None = None
         self.compile_seconds: dict[Bucket, float] = {}
         if background:
@@ -75,18 +77,30 @@ class Executables:
 
         Several threads may compile different buckets at once; for one bucket the later ones wait.
         """
-        with self._locks[bucket]:
+        with self._guard:
+            lock = self._locks[bucket]
+        with lock:
             if bucket not in self._ready:
                 began = time.perf_counter()
-                self._compiling += 1
+                with self._guard:
+                    self._compiling += 1
                 try:
                     weights, state, plan = self._shapes(bucket)
                     self._ready[bucket] = self._program.step(bucket).lower(weights, state, plan).compile()
+                    self.compile_seconds[bucket] = time.perf_counter() - began
                 finally:
-                    self._compiling -= 1
-                self.compile_seconds[bucket] = time.perf_counter() - began
+                    with self._guard:
+                        self._compiling -= 1
                 log.debug("compiled %s in %.1f s", bucket, self.compile_seconds[bucket])
             return self._ready[bucket]
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self.compile_seconds)
+
+    def has_failed(self, bucket: Bucket) -> bool:
+        """Whether the background compiler could not compile it; it does not try again."""
+        return bucket in self._failed
 
     @property
     def at_once(self) -> bool:
@@ -145,4 +159,5 @@ class Executables:
                 self.compile(bucket)
             except Exception:
                 # The engine goes on with the larger bucket; say so rather than end it.
+                self._failed.add(bucket)
                 log.exception("could not compile %s", bucket)

@@ -71,8 +71,14 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return digest.hexdigest()[:16]
 
 
-def write_shard(path: Path, header: ShardHeader, samples: Sequence[Sample]) -> None:
-    """Writes a shard whole or not at all: under another name first, which no reader looks at."""
+def write_shard(
+    path: Path, header: ShardHeader, samples: Sequence[Sample], *, overwrite: bool = True
+) -> None:
+    """Writes a shard whole or not at all: under another name first, which no reader looks at.
+
+    Raises:
+      FileExistsError: not `overwrite`, and the file is there, however short a time.
+    """
     lengths = [len(sample.prompt) + len(sample.completion) for sample in samples]
     flat = [token for sample in samples for part in (sample.prompt, sample.completion) for token in part]
     values = {
@@ -84,7 +90,19 @@ def write_shard(path: Path, header: ShardHeader, samples: Sequence[Sample]) -> N
     arrays = {name: np.asarray(value, _DTYPES[name]) for name, value in values.items()}
     partial = path.with_suffix(f".partial-{os.getpid()}")
     safetensors.numpy.save_file(arrays, partial, {_KEY: json.dumps(dataclasses.asdict(header))})
-    os.replace(partial, path)
+    if overwrite:
+        os.replace(partial, path)
+        return
+    try:
+        os.link(partial, path)  # unlike a rename, it fails where the name is taken
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if path.exists():
+            raise FileExistsError(path) from None
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def shard_paths(folder: str | Path) -> list[Path]:
@@ -164,7 +182,7 @@ class Corpus:
         """
         paths = shard_paths(folder)
         if not paths:
-            raise InvalidValueError("corpus", str(folder), "a folder with shards of generated text")
+            raise InvalidValueError("--data", str(folder), "a folder with shards of generated text")
         origin, parts = None, []
         for path in paths:
             header, arrays = read_shard(path)
@@ -238,14 +256,14 @@ class Corpus:
         """
         legal = f"fewer than the {self.num_samples} samples there are"
         if not 0 <= held_out_samples < self.num_samples:
-            raise InvalidValueError("held_out_samples", held_out_samples, legal)
+            raise InvalidValueError("--held-out-samples", held_out_samples, legal)
         order = np.random.default_rng([seed, 7]).permutation(self.num_samples)
         held = np.sort(order[:held_out_samples])
         prompts = {digest(self.sample(index)[0]) for index in held}
         rest = np.sort(order[held_out_samples:])
         keep = np.array([digest(self.sample(index)[0]) not in prompts for index in rest], bool)
         if not keep.any():
-            raise InvalidValueError("held_out_samples", held_out_samples, f"{legal}, with other prompts")
+            raise InvalidValueError("--held-out-samples", held_out_samples, f"{legal}, with other prompts")
         return self.select(rest[keep]), self.select(held)
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 import numpy as np
 
+from mtp_jax.train.files import write_whole
+
 Number = float | int
 Record = dict[str, Number | str | list[float]]
 
@@ -15,8 +17,11 @@ def summarise(sums: Mapping[str, np.ndarray]) -> dict[str, Number | list[float]]
     """Sums over a batch as means a person reads; exact values, so that equal runs give equal lines.
 
     `accepted_greedy` is `accepted` of the samples that were written greedily: what greedy serving accepts.
-    `accepted` and `accepted_sampled` are shares of all lines that had drafts 1..j all accepted, as serving
-    counts them; `accepted_length` is the mean number of tokens a greedy round would emit.
+    `accepted` is the share of all lines whose drafts 1..j are the target's best token behind the text so far,
+    `accepted_sampled` of those whose drafts are the text's own tokens; `accepted_length` is one more than the
+    sum of `accepted`. These two are no figures of serving: text of several temperatures is mixed in them, and
+    in sampled text the tokens before a draft need not be the best ones that it was accepted behind. In all of
+    them every position begins a line, while serving begins its next round where the last one ended.
     """
     lines = max(float(sums["lines"]), 1.0)
     counts = np.maximum(np.asarray(sums["counts"], np.float64), 1.0)
@@ -52,7 +57,7 @@ class Curves:
         kept = [record for record in read_curves(path) if int(record["step"]) <= step]  # type: ignore[arg-type]
         self._written = {(record["kind"], record["step"]) for record in kept}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def add(
         self, kind: Literal["train", "held_out"], step: int, means: Mapping[str, Number | list[float]]

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +30,8 @@ class HeadInfo:
     target: str  # the target's name
     target_fingerprint: str  # of `mtp_jax.loading.fingerprint`
     steps: int
-    accepted: tuple[float, ...]  # held-out share of lines whose drafts 1..j were all accepted, greedy
+    accepted: tuple[float, ...]  # held-out share of lines whose drafts 1..j were all the target's best token
+    accepted_of: Literal["greedy text", "sampled text"]  # the lines that were counted
 
     def metadata(self) -> dict[str, str]:
         return {
@@ -38,6 +40,7 @@ class HeadInfo:
             "target_fingerprint": self.target_fingerprint,
             "steps": str(self.steps),
             "acceptance": " ".join(f"{share:.4f}" for share in self.accepted),
+            "acceptance_of": self.accepted_of,
         }
 
 

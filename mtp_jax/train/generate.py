@@ -90,6 +90,11 @@ class GenerateOptions:
         return self.num_tokens * (index + 1) // count - self.num_tokens * index // count
 
 
+def part_name(shard: tuple[int, int], seed: int) -> str:
+    """(0, 2), 5 -> 0of2-seed5: what the names of a part's shards begin with."""
+    return f"{shard[0]}of{shard[1]}-seed{seed}"
+
+
 def generate_corpus(
     engine: Engine, folder: str | Path, options: GenerateOptions, *, use_tqdm: bool = True
 ) -> Counts:
@@ -133,7 +138,7 @@ class _Run:
         self._engine, self._options = engine, options
         self.counts = Counts()
         index, count = options.shard
-        name = f"{index}of{count}-seed{options.seed}"
+        name = part_name(options.shard, options.seed)
         self._shelf = Shelf(folder, name, _origin(engine), _settings(engine, options), self.counts)
         rng = random.Random(f"generate {options.seed} {index} {count} {self._shelf.num_shards}")
         self._rng = rng

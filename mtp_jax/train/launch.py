@@ -19,10 +19,11 @@ from mtp_jax.models.registry import check_supported
 from mtp_jax.progress import PhaseBars
 from mtp_jax.train.arguments import TrainOptions, flag_of
 from mtp_jax.train.attention import best_implementation
-from mtp_jax.train.corpus import Corpus
+from mtp_jax.train.corpus import Corpus, fingerprint
 from mtp_jax.train.curves import draw_curves, read_curves
 from mtp_jax.train.distill import Distillation, Frozen
 from mtp_jax.train.export import HeadInfo, export_head
+from mtp_jax.train.files import writable_folder, write_whole
 from mtp_jax.train.initial import draft_vocabulary, initial_params
 from mtp_jax.train.optimizer import Schedule
 from mtp_jax.train.packing import Packer
@@ -75,9 +76,7 @@ def train_head(options: TrainOptions) -> Outcome:
     source = resolve_model(options.model)
     check_supported(source.config)
     corpus = Corpus.open(data_folder(options))
-    if corpus.origin.vocab_size > source.config.vocab_size:
-        legal = f"text of this target, with token ids below {source.config.vocab_size}"
-        raise InvalidValueError("--data", f"a vocabulary of {corpus.origin.vocab_size}", legal)
+    check_text(corpus, source)
     train, held_out = corpus.split(options.held_out_samples, options.seed)
     setting = make_setting(options, train, held_out)
     remember(setting.folder, options)
@@ -114,6 +113,18 @@ def train_head(options: TrainOptions) -> Outcome:
     }
     finish(setting, outcome, report)
     return outcome
+
+
+def check_text(corpus: Corpus, source: WeightSource) -> None:
+    """Raises InvalidValueError where the text's token ids are not those of the target."""
+    vocab_size = source.config.vocab_size
+    if corpus.origin.vocab_size > vocab_size:
+        legal = f"text of this target, with token ids below {vocab_size}"
+        raise InvalidValueError("--data", f"a vocabulary of {corpus.origin.vocab_size}", legal)
+    tokenizer = fingerprint(source.tokenizer())
+    if corpus.origin.tokenizer != tokenizer:
+        got = f"text by {corpus.origin.target} with the tokenizer {corpus.origin.tokenizer}"
+        raise InvalidValueError("--data", got, f"text with this target's tokenizer, {tokenizer}")
 
 
 def make_setting(options: TrainOptions, train: Corpus, held_out: Corpus) -> Setting:
@@ -169,26 +180,40 @@ def remember(folder: Path, options: TrainOptions) -> None:
     """Writes the options into the folder, or compares them with those of the run that is there.
 
     Raises:
-      InvalidValueError: the folder holds a run with other options; names the flag.
+      InvalidValueError: the folder holds a run with other options (names the flag), cannot be written,
+        or its record of the options is broken.
     """
     values = {name: value for name, value in dataclasses.asdict(options).items() if name not in _FREE}
     values = json.loads(json.dumps(values))
     path = folder / RUN_FILE
     if path.is_file():
-        before = json.loads(path.read_text())
+        before = _read_options(path)
         for name, value in values.items():
             if before.get(name) != value:
                 legal = f"{before.get(name)!r}, as the run in {folder} has it, or another --out"
                 raise InvalidValueError(flag_of(name), value, legal)
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=2) + "\n")
+    writable_folder(folder, "--out")
+    write_whole(path, json.dumps(values, indent=2) + "\n")
+
+
+def _read_options(path: Path) -> dict[str, object]:
+    legal = "the options of a run as JSON, or another --out"
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidValueError(str(path), str(error), legal) from error
+    if not isinstance(values, dict):
+        raise InvalidValueError(str(path), values, legal)
+    return values
 
 
 def finish(setting: Setting, outcome: Outcome, report: dict[str, object]) -> None:
-    """Writes the picture of the curves and the report."""
+    """Writes the picture of the curves and the report; a rerun that had nothing to do leaves the report."""
     folder, device = setting.folder, setting.mesh.devices.flat[0]
     draw_curves(read_curves(folder / "curves.jsonl"), folder / "curves.png")
+    if outcome.updates == 0 and _steps_reported(folder / REPORT_FILE) == outcome.steps:
+        return
     report = {
         "options": dataclasses.asdict(setting.options),
         **report,
@@ -200,7 +225,15 @@ def finish(setting: Setting, outcome: Outcome, report: dict[str, object]) -> Non
         "dtype": str(setting.dtype),
         "versions": {"mtp_jax": __version__, "jax": jax.__version__},
     }
-    (folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
+    write_whole(folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
+
+
+def _steps_reported(path: Path) -> object:
+    """Updates of the run that a report is of; None where there is no whole report."""
+    try:
+        return json.loads(path.read_text())["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _frozen(target: Target, draft_ids: np.ndarray | None) -> Frozen:
@@ -217,10 +250,15 @@ def _share(corpus: Corpus, draft_ids: np.ndarray | None, vocab_size: int) -> flo
 
 
 def _export(setting: Setting, source: WeightSource, draft_ids: np.ndarray | None, outcome: Outcome) -> None:
-    accepted = outcome.held_out["accepted"]
+    greedy = bool(outcome.held_out["greedy_lines"])
+    accepted = outcome.held_out["accepted_greedy" if greedy else "accepted"]
     assert isinstance(accepted, list)
     info = HeadInfo(
-        _name(setting.options, source), target_fingerprint(source), outcome.steps, tuple(accepted)
+        target=_name(setting.options, source),
+        target_fingerprint=target_fingerprint(source),
+        steps=outcome.steps,
+        accepted=tuple(accepted),
+        accepted_of="greedy text" if greedy else "sampled text",
     )
     path = setting.folder / HEAD_FILE
     export_head(path, source.config, cast(Params, outcome.state.best), draft_ids, info)

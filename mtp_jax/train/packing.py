@@ -40,14 +40,14 @@ class Packer:
     """
 
     def __init__(self, corpus: Corpus, rows: int, length: int, seed: int):
-        for name, value in (("rows", rows), ("length", length)):
+        for name, value in (("rows", rows), ("--sequence-length", length)):
             if value < 1:
                 raise InvalidValueError(name, value, "an integer of at least 1")
         self._corpus, self.rows, self.length, self._seed = corpus, rows, length, seed
         usable = np.flatnonzero((corpus.prompt_lengths < length) & (corpus.prompt_lengths < corpus.lengths))
         if not len(usable):
             legal = "rows in which at least one prompt and a token after it have room"
-            raise InvalidValueError("length", length, legal)
+            raise InvalidValueError("--sequence-length", length, legal)
         usable = np.random.default_rng([seed, 0]).permutation(usable)
         sizes = np.minimum(corpus.lengths[usable], length)
         packed, self._starts = _pack(sizes, length)

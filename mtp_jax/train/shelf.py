@@ -123,7 +123,13 @@ class Shelf:
         self._flushed = time.monotonic()
         if not self._samples:
             return
-        path = self._folder / f"{self._name}-{self.num_shards:05d}{SUFFIX}"
-        write_shard(path, ShardHeader(self._origin, self._counts.requests, self._settings), self._samples)
-        self.num_shards += 1
+        header = ShardHeader(self._origin, self._counts.requests, self._settings)
+        while True:
+            path = self._folder / f"{self._name}-{self.num_shards:05d}{SUFFIX}"
+            self.num_shards += 1
+            try:
+                write_shard(path, header, self._samples, overwrite=False)
+            except FileExistsError:  # by another process with the same --shard, or a number was left out
+                continue
+            break
         self._samples, self._tokens = [], 0

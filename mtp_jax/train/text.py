@@ -1,9 +1,9 @@
 """The text of a run: where it lies, and having the target write it."""
 
-import collections
 import gc
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,13 +11,16 @@ import jax
 
 from mtp_jax.config import EngineConfig
 from mtp_jax.engine.build import EngineFieldValue, EngineOptions, build_engine
+from mtp_jax.errors import InvalidValueError
 from mtp_jax.loading import resolve_model
 from mtp_jax.progress import PhaseBars
 from mtp_jax.train.arguments import TrainOptions
 from mtp_jax.train.corpus import shard_paths
-from mtp_jax.train.generate import GenerateOptions, generate_corpus
+from mtp_jax.train.files import writable_folder, write_whole
+from mtp_jax.train.generate import GenerateOptions, generate_corpus, part_name
 from mtp_jax.train.prompts import read_prompts
 
+_PART = re.compile(r"(\d+)of(\d+)-seed(\d+)")  # of `part_name`
 _CPU_SEQS, _ACCELERATOR_SEQS = 16, 256
 
 
@@ -27,14 +30,25 @@ def data_folder(options: TrainOptions) -> Path:
 
 
 def needs_text(options: TrainOptions) -> bool:
-    """Whether text is still to be written: where there is none, or where its writing did not end.
+    """Whether text is still to be written: where there is none, or where this command did not end its part.
 
-    A folder given by `--data` that holds text is taken as it is.
+    Shards of other names than a part's are taken as they are.
+
+    Raises:
+      InvalidValueError: parts of the text that other commands write are not ended; names the first.
     """
-    if options.generate_only:
-        return True
     folder = data_folder(options)
-    return not shard_paths(folder) or (options.data is None and not _all_ended(folder))
+    if options.generate_only or not shard_paths(folder):
+        return True
+    missing, own = _missing_parts(folder), (*options.shard, options.seed)
+    for index, count, seed in missing:
+        if (index, count, seed) != own:
+            legal = (
+                f"text whose writing has ended; {part_name((index, count), seed)} has not: "
+                f"write it with --generate-only --shard {index}/{count} --seed {seed}"
+            )
+            raise InvalidValueError("--data", str(folder), legal)
+    return bool(missing)
 
 
 def write_text(options: TrainOptions) -> None:
@@ -43,6 +57,7 @@ def write_text(options: TrainOptions) -> None:
     Raises:
       InvalidValueError: an option, a prompt file or a shard that cannot work, with its name.
     """
+    folder = writable_folder(data_folder(options), "--out" if options.data is None else "--data")
     conversations = [read_prompts(path) for path in options.prompts]
     held_out = [read_prompts(path, "--held-out-prompts") for path in options.held_out_prompts]
     generate = GenerateOptions(
@@ -77,7 +92,6 @@ def write_text(options: TrainOptions) -> None:
     bars = PhaseBars()
     engine = build_engine(EngineOptions(options.model, dtype=options.dtype, overrides=overrides), bars)
     bars.close()
-    folder = data_folder(options)
     try:
         counts = generate_corpus(engine, folder, generate)
     finally:
@@ -85,18 +99,18 @@ def write_text(options: TrainOptions) -> None:
     del engine
     gc.collect()  # weights and caches may be in cycles with the engine; training wants their memory
     print(counts.describe(), file=sys.stderr)
-    _ended(folder, options).write_text(
-        json.dumps({"samples": counts.samples, "tokens": counts.tokens}) + "\n"
-    )
+    summary = {"samples": counts.samples, "tokens": counts.tokens}
+    write_whole(_ended(folder, options.shard, options.seed), json.dumps(summary) + "\n")
 
 
-def _ended(folder: Path, options: TrainOptions) -> Path:
-    """The file that says that this process's part is written to the end."""
-    index, count = options.shard
-    return folder / f"written-{index}of{count}-seed{options.seed}.json"
+def _ended(folder: Path, shard: tuple[int, int], seed: int) -> Path:
+    """The file that says that a part is written to the end."""
+    return folder / f"written-{part_name(shard, seed)}.json"
 
 
-def _all_ended(folder: Path) -> bool:
-    """Whether all parts of the text are written to the end, in however many it was cut."""
-    parts = collections.Counter(path.stem.partition("of")[2] for path in folder.glob("written-*of*.json"))
-    return any(found == int(cut.partition("-")[0]) for cut, found in parts.items())
+def _missing_parts(folder: Path) -> list[tuple[int, int, int]]:
+    """Index, count and seed of all parts that are not written to the end, of cuts that have a shard."""
+    found = [_PART.match(path.name) for path in shard_paths(folder)]
+    cuts = sorted({(int(match[2]), int(match[3])) for match in found if match})
+    parts = ((index, count, seed) for count, seed in cuts for index in range(count))
+    return [part for part in parts if not _ended(folder, part[:2], part[2]).is_file()]

@@ -79,6 +79,7 @@ class Outcome:
     state: TrainState
     held_out: Means  # of the last held-out measurement
     steps: int  # updates in all, those before a resume too
+    updates: int  # of this process
     seconds: float  # of this process
     tokens_per_second: float  # text tokens, of this process, without the first update (it compiles)
 
@@ -100,13 +101,14 @@ class Run:
             step = checkpoints.latest or 0
             if step:
                 state = checkpoints.restore(state)
-            curves = Curves(self._folder / "curves.jsonl", step)
+            first = step
+            curves = Curves(self._folder / "curves.jsonl", first)
             with tqdm(total=self._plan.schedule.steps, initial=step, unit="update", file=sys.stderr) as bar:
                 progress = _Progress(curves, bar, self._record_every)
                 state, step, speed = self._loop(state, step, train, held_out, checkpoints, progress)
                 means = self.measure(state.best, held_out)
                 progress.measured(step, means)
-        return Outcome(state, means, step, time.monotonic() - begin, speed)
+        return Outcome(state, means, step, step - first, time.monotonic() - begin, speed)
 
     def _loop(
         self,
@@ -138,6 +140,7 @@ class Run:
                 progress.wait(0)
                 progress.measured(step, self.measure(state.best, held_out))
             if step % plan.checkpoint_every == 0 and step < steps:
+                progress.wait(0)  # a run that goes on from here does not do these again
                 checkpoints.save(step, state)
         progress.wait(0)
         speed = tokens / max(time.monotonic() - warm, 1e-9)

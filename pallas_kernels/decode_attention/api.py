@@ -25,8 +25,9 @@ def decode_attention(
 
     Token (b, t) goes to page table[b, p // page], offset p % page, with p = positions[b, t], where
     0 <= p < limit[b] and p < W * page; elsewhere nothing is written. Positions of a row ascend. No two rows
-    may write to one place, nor one read a page that another writes. What is not finite is written as
-    nan_to_num would have it: a masked position weighs 0, and 0 times inf is NaN.
+    may write to one place, nor one read a page that another writes, but for rows of limit 0: what they
+    read, and so their result, is anything. What is not finite is written as nan_to_num would have it: a
+    masked position weighs 0, and 0 times inf is NaN.
 
     The caches are written in place where the caller gives them up (donated, or the carry of a loop).
     Works inside shard_map with check_vma on.

@@ -105,8 +105,8 @@ def test_changes_its_mind() -> None:
 
 
 def test_never_more_than_requests_want() -> None:
-    chooser = DraftChooser(K, K, (1,))
-    assert [chooser.choose(1, offered) for offered in range(K + 1)] == [0, 1, 2, 3]
+    offers = range(K + 1)
+    assert [DraftChooser(K, K, (1,)).choose(1, offered) for offered in offers] == [0, 1, 2, 3]
 
 
 def test_a_dispatch_of_another_k_is_no_sample() -> None:
@@ -115,3 +115,27 @@ def test_a_dispatch_of_another_k_is_no_sample() -> None:
     for _ in range(3 * (SETTLE + SAMPLES)):
         chooser.timed(1, 0, 1e-9)
     assert chooser.choose(1, K) == K
+
+
+def test_requests_that_want_fewer_drafts_end_a_trial_that_nobody_can_run() -> None:
+    """A trial of 3 drafts, and clients that ask for 1: trials go on with what is asked for."""
+    chooser, seen = DraftChooser(K, K, (1,)), set()
+    for _ in range(10 * (SETTLE + SAMPLES)):
+        k = chooser.choose(1, 1)
+        seen.add(k)
+        chooser.verified(1, 0) if k else None
+        chooser.timed(1, k, DEAR[k])
+    assert seen == {0, 1}
+    assert chooser.take_decided()[-1].drafts == 0
+
+
+def test_a_k_without_a_program_is_left_out() -> None:
+    chooser = DraftChooser(K, 0, (1,))
+    for _ in range(10 * (SETTLE + SAMPLES)):
+        k = chooser.choose(1, K)
+        if k == 1:
+            chooser.cannot(1, 1)  # its compile failed, and 0 runs instead
+            k = chooser.choose(1, K)
+        chooser.timed(1, k, FREE[k])
+    decided = chooser.take_decided()[-1]
+    assert decided.drafts == 0 and decided.tokens_a_second[1] == 0

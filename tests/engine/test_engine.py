@@ -181,3 +181,27 @@ def test_counters(engine: Engine) -> None:
         )
     assert stats.num_running == stats.num_waiting == 0
     assert 0 < stats.useful_ticks <= stats.ticks
+
+
+def test_a_failed_launch_is_told_and_closes(engine: Engine) -> None:
+    """The first error comes out, not that of the state that went with it; and the threads end."""
+    broken = renew(engine)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    broken.add_request(EngineRequest("a", (1, 2, 3), SamplingParams(max_tokens=9)))
+    broken.step()
+    find = broken.executables.find
+    broken.executables.find = lambda bucket: (bucket, fail)  # type: ignore[method-assign,assignment,return-value]
+    try:
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            for _ in range(4):
+                broken.step()
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            broken.close()
+    finally:
+        broken.executables.find = find  # type: ignore[method-assign]
+    broken.close()
+    with pytest.raises(RuntimeError):  # nothing is launched any more
+        broken._launcher.submit(fail)

@@ -6,11 +6,15 @@ import textwrap
 
 PROGRAM = """
     from mtp_jax.engine.build import EngineOptions, construct, draw_blueprint
+    from mtp_jax.request import EngineRequest, SamplingParams
     from tests.parity.rig import TINY, RandomSource
 
     overrides = {"max_model_len": 96, "page_size": 4, "num_pages": 64, "num_speculative_tokens": 1}
     engine = construct(draw_blueprint(EngineOptions(overrides=overrides), RandomSource(TINY)))
-    assert engine.executables.is_compiling or not engine.executables.at_once
+    engine.add_request(EngineRequest("a", (1, 2, 3), SamplingParams(max_tokens=9)))
+    engine.step()
+    while not engine.executables.is_compiling:
+        pass
 """
 
 

@@ -219,8 +219,8 @@ def run_jobs(
 
 def state_of(engine: Engine) -> EngineState:
     """The state after the last launched dispatch."""
-    if engine._launched is not None:
-        engine._launched.output.result()  # the launcher's thread is done with it
+    for launched in engine._unread:
+        launched.output.result()  # the launcher's thread is done with it
     return engine._state
 
 

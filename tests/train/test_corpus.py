@@ -78,7 +78,7 @@ def test_split_parts_share_no_prompt(tmp_path: Path) -> None:
     assert np.array_equal(again.tokens, held_out.tokens)
     assert not np.array_equal(corpus.split(4, seed=4)[1].tokens, held_out.tokens)
     for count in (40, -1, 39):  # of 39, no prompt is left for training
-        with pytest.raises(InvalidValueError, match="held_out_samples"):
+        with pytest.raises(InvalidValueError, match="--held-out-samples"):
             corpus.split(count, seed=0)
 
 
@@ -92,7 +92,7 @@ def test_shards_of_another_target_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_broken_shards_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match="corpus"):
+    with pytest.raises(InvalidValueError, match="--data"):
         Corpus.open(tmp_path)
     write(tmp_path, draw(3))
     (path,) = shard_paths(tmp_path)

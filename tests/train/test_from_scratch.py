@@ -57,6 +57,7 @@ def options(tmp_path: Path, config: Path, **changes: object) -> TrainOptions:
     return TrainOptions(**values | changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_it_learns_and_the_model_loads(tmp_path: Path, config: Path) -> None:
     """Text that repeats has one right next token, nearly everywhere: target and drafts must find it."""
     outcome = train_from_scratch(options(tmp_path, config))
@@ -67,7 +68,7 @@ def test_it_learns_and_the_model_loads(tmp_path: Path, config: Path) -> None:
     source = resolve_model(tmp_path / "run" / "model")
     assert source.config.num_nextn_predict_layers == 1
     assert source.tokenizer().encode("one two") == resolve_model(TOKENIZER).tokenizer().encode("one two")
-    layer = outcome.state.params.target.layers  # type: ignore[union-attr]
+    layer = outcome.state.best.target.layers  # type: ignore[union-attr]
     np.testing.assert_array_equal(source.read("model.layers.1.mlp.down_proj.weight"), layer["down"][1])
 
 

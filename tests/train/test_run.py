@@ -15,7 +15,7 @@ from mtp_jax.models.registry import mtp_leaves
 from mtp_jax.train.arguments import TrainOptions
 from mtp_jax.train.corpus import Origin, Sample, ShardHeader, fingerprint, write_shard
 from mtp_jax.train.curves import read_curves
-from mtp_jax.train.launch import train_head
+from mtp_jax.train.launch import remember, train_head
 from mtp_jax.train.packing import Batch, Packer
 from mtp_jax.train.trunk import leaf_name
 from tests.house.source import ROOT
@@ -29,7 +29,7 @@ SMALL = {
     "sequence_length": 32,
     "held_out_samples": 16,
     "evaluate_every": 5,
-    "checkpoint_every": 5,
+    "checkpoint_every": 4,
     "num_speculative_tokens": 2,
     "draft_vocab_size": 64,
     "devices": 2,
@@ -48,7 +48,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def ids(least: int, most: int) -> list[int]:
         return rng.integers(0, 200, rng.integers(least, most)).tolist()
 
-    drawn = [Sample(ids(1, 5), ids(6, 28), 1.0) for _ in range(96)]
+    drawn = [Sample(ids(1, 5), ids(6, 28), float(i % 2)) for i in range(96)]
     write_shard(folder / "0.safetensors", ShardHeader(origin), drawn)
     return folder
 
@@ -77,7 +77,13 @@ def test_the_head_is_one_that_the_loader_takes(run: Path) -> None:
     source = resolve_model(TARGET)
     head = open_mtp_head(run / "mtp_head.safetensors", source.config)
     assert head.draft_vocab == 64 and head.fits(source)
-    assert head.tensors.metadata["steps"] == "12"
+    metadata = head.tensors.metadata
+    assert metadata["steps"] == "12"
+    last = read_curves(run / "curves.jsonl")[-1]
+    # The text has samples of both kinds: what counts is the greedy ones.
+    assert last["accepted"] != last["accepted_greedy"]
+    assert metadata["acceptance"] == " ".join(f"{share:.4f}" for share in last["accepted_greedy"])  # type: ignore[union-attr]
+    assert metadata["acceptance_of"] == "greedy text"
     state = ocp.StandardCheckpointer().restore((run / "checkpoints" / "12" / "default").resolve())
     for leaf in mtp_leaves(source.config):
         expected = np.asarray(state["average"][leaf_name(leaf)]).astype(ml_dtypes.bfloat16)
@@ -93,6 +99,7 @@ def test_the_report_and_the_picture(run: Path) -> None:
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_devices_share_a_batch(run: Path, tmp_path: Path, text: Path) -> None:
     """One device computes what two compute: micro-batches of whole rows, gradients that are summed."""
     train_head(options(tmp_path, text, devices=1))
@@ -110,25 +117,29 @@ class Killed(Exception):
 def test_a_resumed_run_has_the_same_curve(
     run: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped in update 8, it goes on from the checkpoint of update 5 and does 6 and 7 again."""
+    """Stopped right behind the checkpoint of update 4, then in update 8: 5, 6 and 7 are done again."""
     real = Packer.batch
+    for last, recorded in ((4, (4,)), (7, (5, 6, 7))):
 
-    def killing(self: Packer, step: int) -> Batch:
-        if step == 7:
-            raise Killed
-        return real(self, step)
+        def killing(self: Packer, step: int, last: int = last) -> Batch:
+            if step == last:
+                raise Killed
+            return real(self, step)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Packer, "batch", killing)
-        with pytest.raises(Killed):
-            train_head(options(tmp_path, text))
-    assert read_curves(tmp_path / "curves.jsonl")[-1]["step"] in (5, 6, 7)
+        with monkeypatch.context() as patch:
+            patch.setattr(Packer, "batch", killing)
+            with pytest.raises(Killed):
+                train_head(options(tmp_path, text))
+        assert read_curves(tmp_path / "curves.jsonl")[-1]["step"] in recorded
     train_head(options(tmp_path, text))
     assert (tmp_path / "curves.jsonl").read_text() == (run / "curves.jsonl").read_text()
     first, second = (load_file(folder / "mtp_head.safetensors") for folder in (run, tmp_path))
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         np.testing.assert_array_equal(tensor, second[name])
+    report = (tmp_path / "report.json").read_bytes()
+    assert train_head(options(tmp_path, text)).updates == 0
+    assert (tmp_path / "report.json").read_bytes() == report
 
 
 def test_a_time_limit_ends_it_with_a_head(tmp_path: Path, text: Path) -> None:
@@ -142,8 +153,26 @@ def test_a_run_is_not_continued_with_other_options(run: Path, text: Path) -> Non
         train_head(options(run, text, learning_rate=0.5))
 
 
+def test_a_cut_record_of_options_is_named(tmp_path: Path, text: Path) -> None:
+    remember(tmp_path, options(tmp_path, text))
+    whole = (tmp_path / "run.json").read_text()
+    for broken in (whole[:-9], "[]"):
+        (tmp_path / "run.json").write_text(broken)
+        with pytest.raises(InvalidValueError, match=r"run\.json: got .* expected the options of a run"):
+            remember(tmp_path, options(tmp_path, text))
+
+
 def test_text_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
     origin = Origin("other", 300, "0")
     write_shard(tmp_path / "0.safetensors", ShardHeader(origin), [Sample([1], [2, 3], 1.0)] * 3)
-    with pytest.raises(InvalidValueError, match="--data"):
+    with pytest.raises(InvalidValueError, match="--data: got 'a vocabulary of 300'"):
+        train_head(options(tmp_path / "out", tmp_path))
+
+
+def test_text_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    size = resolve_model(TARGET).tokenizer().vocab_size
+    write_shard(
+        tmp_path / "0.safetensors", ShardHeader(Origin("other", size, "0")), [Sample([1], [2, 3], 1.0)] * 3
+    )
+    with pytest.raises(InvalidValueError, match="--data: got 'text by other with the tokenizer 0'"):
         train_head(options(tmp_path / "out", tmp_path))
