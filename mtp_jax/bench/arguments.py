@@ -116,6 +116,8 @@ def _url(text: str) -> str:
     parts = urllib.parse.urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected an address such as http://127.0.0.1:8000")
+    if "@" in parts.netloc:  # it would go into the report; and it is not shown here
+        raise argparse.ArgumentTypeError("got a user's name in it; expected none: keys go into --api-key")
     return text
 
 

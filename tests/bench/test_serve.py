@@ -254,6 +254,7 @@ def test_an_engine_that_dies_in_the_middle(bench: Bench, tmp_path: Path) -> None
         (["--prompts", "/nowhere"], "--prompts: got '/nowhere'"),
         (["--json", "/nowhere/x"], "--json: got '/nowhere/x'"),
         (["--model"], "--model"),
+        (["--url", "http://user:key@localhost"], "--api-key"),
     ],
 )
 def test_wrong_flags_are_one_line(bench: Bench, flags: list[str], part: str) -> None:

@@ -33,7 +33,7 @@ from tests.parity.test_sampling import seeded_jobs, texts
 K = 3
 PREFIX = "model.mtp_layers.0."
 SLOW = pytest.mark.slow
-SLOW_SWITCHES = ((1, "random"), (2, "random"), (4, "random"), (4, "rigged"))
+SLOW_SWITCHES = ((1, "random"), (1, "rigged"), (2, "random"), (4, "random"), (4, "rigged"))
 # One of each stage count and kind of draft runs in CI; all pairs in the full run.
 STAGES_AND_KINDS = pytest.mark.parametrize(
     ("stages", "kind"),
@@ -88,7 +88,7 @@ def wander(engine: Engine, sequence: Iterator[int]) -> Wandering:
 
 @pytest.mark.parametrize(
     ("stages", "head"),
-    [(1, "rigged"), (2, "rigged"), *(pytest.param(*case, marks=SLOW) for case in SLOW_SWITCHES)],
+    [(2, "rigged"), *(pytest.param(*case, marks=SLOW) for case in SLOW_SWITCHES)],
 )
 def test_any_change_of_k_keeps_the_text(stages: int, head: str) -> None:
     for seed in range(3):

@@ -33,9 +33,9 @@ def golden(name: str) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Engine, Tap]:
     with tapped() as tap:
-        return make_engine(
-            resolve_model(), max_model_len=352, page_size=16, num_pages=96, max_num_seqs=3, prefill_chunk=64
-        ), tap
+        sizes = {"max_model_len": 352, "page_size": 16, "num_pages": 96, "max_num_seqs": 3}
+        plain = {"num_speculative_tokens": 0, "prefill_chunk": 64}  # a row a step, so that the tap has all
+        return make_engine(resolve_model(), **sizes, **plain), tap
 
 
 @pytest.fixture(scope="module")
