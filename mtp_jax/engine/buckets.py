@@ -65,9 +65,7 @@ class BucketTable:
     chunks: tuple[int, ...]  # tokens
     rounds: tuple[int, ...]
     drafts: int  # k that everything has a fallback for
-    samplings: tuple[
-        Sampling, ...
-    ]  # ANY is always among them: it comes first, and is what others fall back on
+    samplings: tuple[Sampling, ...]  # ANY is always among them, and what the others fall back on
 
     @classmethod
     def of(cls, config: EngineConfig) -> "BucketTable":

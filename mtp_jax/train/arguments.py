@@ -4,10 +4,11 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NoReturn
+from typing import Literal
 
 from mtp_jax.config import MAX_SPECULATIVE_TOKENS
 from mtp_jax.errors import InvalidValueError
+from mtp_jax.server.arguments import Parser, any_text, flag_of, number
 from mtp_jax.train.initial import INITS, Init
 
 Optimizer = Literal["adamw", "muon"]
@@ -71,30 +72,6 @@ class TrainOptions:
         return weights[: self.num_speculative_tokens]
 
 
-def _number(
-    kind: type[int] | type[float], low: float, high: float | None = None
-) -> Callable[[str], int | float]:
-    word = "an integer" if kind is int else "a finite number"
-    legal = f"{word} of at least {low}" if high is None else f"{word} from {low} to {high}"
-
-    def parse(text: str) -> int | float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value < math.inf or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}")
-        return value
-
-    return parse
-
-
-def _text(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected a text that is not empty")
-    return text
-
-
 def _shard(text: str) -> tuple[int, int]:
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
@@ -123,28 +100,36 @@ def _temperatures(text: str) -> tuple[tuple[float, float], ...]:
     return read
 
 
-_COUNT, _ABOVE_0 = _number(int, 1), _number(float, 1e-12)
+_COUNT, _ABOVE_0 = number(int, 1), number(float, 1e-12)
 # Group -> flag field -> (help, how to read it, choices).
 _Flag = tuple[str, Callable[[str], object], tuple[str, ...] | None]
 FLAGS: dict[str, dict[str, _Flag]] = {
     "files": {
-        "out": ("folder of the run: checkpoints, curves and the head (required)", _text, None),
-        "model": ("the target: Hugging Face directory or GGUF file; else the default model", _text, None),
-        "data": ("folder of the target's own text, written where there is none; else OUT/data", _text, None),
-        "dtype": ("compute type; auto is float32 on CPU and bfloat16 elsewhere", _text, DTYPES),
+        "out": ("folder of the run: checkpoints, curves and the head (required)", any_text, None),
+        "model": ("the target: Hugging Face directory or GGUF file; else the default model", any_text, None),
+        "data": (
+            "folder of the target's own text, written where there is none; else OUT/data",
+            any_text,
+            None,
+        ),
+        "dtype": ("compute type; auto is float32 on CPU and bfloat16 elsewhere", any_text, DTYPES),
     },
     "training a target from scratch": {
-        "from_scratch": ("config.json of a target to train together with its module, on text", _text, None),
+        "from_scratch": (
+            "config.json of a target to train together with its module, on text",
+            any_text,
+            None,
+        ),
         "mtp_loss_weight": (
             "weight of the drafts' mean loss",
-            _number(float, 0),
+            number(float, 0),
             None,
         ),
     },
     "text": {
         "tokens": ("tokens that the target writes for its training text", _COUNT, None),
         "temperatures": ("that it is sampled at, each with its share, as T:SHARE,...", _temperatures, None),
-        "own_prompts": ("share of the prompts that the target writes itself", _number(float, 0, 1), None),
+        "own_prompts": ("share of the prompts that the target writes itself", number(float, 0, 1), None),
         "max_tokens": ("tokens of a completion at most", _COUNT, None),
         "max_num_seqs": ("completions written together; else 256, 16 on CPU", _COUNT, None),
         "shard": ("write only part I of N of the text, as I/N", _shard, None),
@@ -152,38 +137,38 @@ FLAGS: dict[str, dict[str, _Flag]] = {
     "module": {
         "num_speculative_tokens": (
             "drafts a round to train for",
-            _number(int, 1, MAX_SPECULATIVE_TOKENS),
+            number(int, 1, MAX_SPECULATIVE_TOKENS),
             None,
         ),
         "step_weights": ("weights of drafts 1, 2, ... in the loss; the last goes on", _weights, None),
         "label_weight": (
             "share of the loss that counts the target's best token only, for greedy decoding",
-            _number(float, 0, 1),
+            number(float, 0, 1),
             None,
         ),
         "greedy_weight": ("weight of greedily written text; other text's is 1", _ABOVE_0, None),
         "draft_vocab_size": (
             "most frequent tokens that drafts choose among; 0 is all",
-            _number(int, 0),
+            number(int, 0),
             None,
         ),
-        "init": ("where the module starts", _text, INITS),
+        "init": ("where the module starts", any_text, INITS),
     },
     "run": {
         "steps": ("updates; else as many as --epochs makes", _COUNT, None),
         "epochs": ("passes over the text", _ABOVE_0, None),
         "batch_tokens": ("tokens of an update, padding counted", _COUNT, None),
         "micro_batch_tokens": ("tokens computed at once on all devices; else a whole update", _COUNT, None),
-        "sequence_length": ("tokens of a packed row", _number(int, 8), None),
-        "optimizer": ("of the matrices; norms and biases always have AdamW", _text, OPTIMIZERS),
+        "sequence_length": ("tokens of a packed row", number(int, 8), None),
+        "optimizer": ("of the matrices; norms and biases always have AdamW", any_text, OPTIMIZERS),
         "learning_rate": ("peak of AdamW's learning rate; half a cosine follows", _ABOVE_0, None),
         "muon_learning_rate": ("peak of Muon's; its updates are of AdamW's size", _ABOVE_0, None),
-        "warmup_steps": ("updates until the peak, a tenth of all at most", _number(int, 0), None),
-        "weight_decay": ("of matrices, times the learning rate", _number(float, 0), None),
+        "warmup_steps": ("updates until the peak, a tenth of all at most", number(int, 0), None),
+        "weight_decay": ("of matrices, times the learning rate", number(float, 0), None),
         "clip_norm": ("largest norm of a gradient", _ABOVE_0, None),
         "ema": (
             "share of a moving average of the weights that an update keeps; it is measured and exported",
-            _number(float, 0, 0.999999),
+            number(float, 0, 0.999999),
             None,
         ),
         "held_out_samples": ("samples that are measured and not trained on", _COUNT, None),
@@ -195,30 +180,16 @@ FLAGS: dict[str, dict[str, _Flag]] = {
             None,
         ),
         "devices": ("devices to spread a batch over; else all", _COUNT, None),
-        "seed": ("of the module, the split and the order of the text", _number(int, 0), None),
+        "seed": ("of the module, the split and the order of the text", number(int, 0), None),
     },
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are one line and exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {' '.join(message.removeprefix('argument ').split())}\n")
-
-
-def flag_of(field: str) -> str:
-    """batch_tokens -> --batch-tokens."""
-    return "--" + field.replace("_", "-")
-
-
-def make_parser(prog: str) -> argparse.ArgumentParser:
+def make_parser(prog: str) -> Parser:
     """The parser; flags that are not given leave no attribute behind."""
-    parser = _Parser(
-        prog=prog,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        description="Train an MTP head for a dense model on text that the model writes. The same command "
+    parser = Parser(
+        prog,
+        "Train an MTP head for a dense model on text that the model writes. The same command "
         "goes on with a run that was stopped.",
     )
     for title, flags in FLAGS.items():
@@ -244,7 +215,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
                     "files of prompts that a benchmark keeps: not in the text, nor nearly",
                 ),
             ):
-                group.add_argument(flag, nargs="+", type=_text, metavar="FILE", help=text)
+                group.add_argument(flag, nargs="+", type=any_text, metavar="FILE", help=text)
             group.add_argument(
                 "--generate-only", dest="generate_only", action="store_true", help="write the text and end"
             )
@@ -268,7 +239,7 @@ def parse_options(argv: Sequence[str], prog: str) -> TrainOptions:
       SystemExit: code 2 after one line on stderr; code 0 after --help.
     """
     parser = make_parser(prog)
-    given = vars(parser.parse_args(argv))
+    given = parser.given(argv)
     for field in given.keys() & {"text", "prompts", "held_out_prompts"}:
         given[field] = tuple(given[field])
     options = TrainOptions(**given)

@@ -17,7 +17,8 @@ from mtp_jax.loading import WeightSource, default_model_path, resolve_model
 from mtp_jax.loading.fingerprint import target_fingerprint
 from mtp_jax.models.registry import check_supported
 from mtp_jax.progress import PhaseBars
-from mtp_jax.train.arguments import TrainOptions, flag_of
+from mtp_jax.server.arguments import flag_of
+from mtp_jax.train.arguments import TrainOptions
 from mtp_jax.train.attention import best_implementation
 from mtp_jax.train.corpus import Corpus, fingerprint
 from mtp_jax.train.curves import draw_curves, read_curves

@@ -19,7 +19,7 @@ from mtp_jax.train.arguments import TrainOptions, parse_options
         (["--out", "x", "--micro-batch-tokens", "3072"], "--micro-batch-tokens: got 3072; expected"),
         (["--out", "x", "--text", "t"], "--text: got 't'; expected it together with --from-scratch"),
         (["--out", "x", "--from-scratch", "c", "--model", "m"], "--from-scratch: got 'c'; expected not both"),
-        (["--out", "x", "--learning", "1"], "unrecognized arguments: --learning 1"),
+        (["--out", "x", "--learning", "1"], "--learning: no such flag; did you mean --learning-rate?"),
     ],
 )
 def test_mistakes(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
