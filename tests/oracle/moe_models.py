@@ -73,10 +73,10 @@ GLM_MOE_DSA |= {"indexer_types": ["full", "shared", "shared", "shared", "full"]}
 GLM_MOE_DSA |= {"mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"]}
 
 GLM4_MOE: Config = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
-GLM4_MOE |= COMMON | {"num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True}
+GLM4_MOE |= COMMON | {"num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 16}
 GLM4_MOE |= {"use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_theta": 1000000, "rope_scaling": None}
 GLM4_MOE |= {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "pad_token_id": 0}
-GLM4_MOE |= {"max_position_embeddings": 512}
+GLM4_MOE |= {"max_position_embeddings": 512, "attention_bias": True}
 
 MODELS: dict[str, Config] = {
     "tiny_deepseek_v3": DEEPSEEK_V3,
@@ -95,7 +95,8 @@ def ffn_shapes(name: str, width: int, inner: int) -> Shapes:
 def attention_shapes(c: Config, name: str, owns_indexer: bool) -> Shapes:
     width, heads = c["hidden_size"], c["num_attention_heads"]
     if "kv_lora_rank" not in c:
-        for projection, count in (("q", heads), ("k", c["num_key_value_heads"]), ("v", c["num_key_value_heads"])):
+        shared = c["num_key_value_heads"]
+        for projection, count in (("q", heads), ("k", shared), ("v", shared)):
             yield f"{name}.{projection}_proj.weight", (count * c["head_dim"], width)
             yield f"{name}.{projection}_proj.bias", (count * c["head_dim"],)
         yield f"{name}.q_norm.weight", (c["head_dim"],)
