@@ -3,10 +3,12 @@
 What transformers 5.24 does, as read in its source and checked here against the NumPy reference:
   - q_a_layernorm and kv_a_layernorm have eps 1e-6 in every family, also where rms_norm_eps is 1e-5 (GLM).
     q_norm, k_norm (glm4_moe) and enorm, hnorm, shared_head.norm have rms_norm_eps; the indexer's k_norm is a
-    LayerNorm with eps 1e-6.
+    LayerNorm with eps 1e-6. In tiny_glm_moe_dsa 1e-5 for the latent norms would move logits by 4e-4.
   - MLA's rotary pairs are interleaved in the weights. Its implementation leaves the rotated vectors
     de-interleaved, query and key alike, which no dot product sees. The indexer's are half-split in
     deepseek_v32 and interleaved in glm_moe_dsa: by class, no field of the config is read.
+  - glm_moe_dsa overwrites head_dim with qk_rope_head_dim, and fails on index_topk_freq null (GLM-5.1's, which
+    means 1) unless indexer_types is there.
   - The indexer runs under eager attention too: its choice becomes an additive mask. Rows that see fewer than
     index_topk keys get masked ones as well, which the causal mask hides again. Its scores have
     head_dim^-0.5 inside the relu and heads^-0.5 on the weights; no Hadamard transform.
