@@ -33,7 +33,7 @@ from mtp_jax.bench.circumstances import circumstances
 from mtp_jax.engine import paged
 from mtp_jax.engine.paged import PagedAttention, Segment
 from mtp_jax.models import layers
-from mtp_jax.models.layers import KVCache, Rope
+from mtp_jax.models.layers import Cache, Rope
 from pallas_kernels.device import NotHereError
 from pallas_kernels.few_rows import mosaic_gpu, reference
 from pallas_kernels.few_rows.shapes import MODELS, Layer
@@ -60,17 +60,17 @@ class Form:
     norm_qkv_rope: Callable[..., jax.Array]
     norm_swiglu: Callable[..., jax.Array]
     project_add: Callable[..., jax.Array]
-    attend: Callable[[PagedAttention, jax.Array, KVCache], tuple[jax.Array, KVCache]]
+    attend: Callable[[PagedAttention, jax.Array, Cache], tuple[jax.Array, Cache]]
 
 
 def refuse(*operands: jax.Array) -> None:
     raise NotHereError
 
 
-def xla_attend(attend: PagedAttention, qkv: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+def xla_attend(attend: PagedAttention, qkv: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """The engine's attention without decode_attention: scatters, then paged_attention."""
     with mock.patch.object(paged, "decode_attention", refuse):
-        return attend(qkv, cache)
+        return attend.grouped(qkv, cache)
 
 
 XLA = Form(
@@ -94,7 +94,7 @@ def form_of(text: str) -> Form:
         functools.partial(mosaic_gpu.norm_qkv_rope, tuning=tuning),
         functools.partial(mosaic_gpu.norm_swiglu, tuning=tuning),
         functools.partial(mosaic_gpu.project_add, tuning=tuning),
-        PagedAttention.__call__,
+        PagedAttention.grouped,
     )
 
 

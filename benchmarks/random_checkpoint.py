@@ -27,7 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mtp_jax.config import ModelConfig
-from mtp_jax.loading.source import expected_shapes
+from mtp_jax.models.registry import expected_tensors
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 PIECE = 2**22  # numbers that are drawn at a time: 16 MiB of float32
@@ -126,7 +126,7 @@ def _draw(out: np.ndarray, name: str, std: float, agree: bool, seed: Sequence[in
 
 def write_weights(path: Path, model: ModelConfig, std: float, agree: bool, seed: int) -> int:
     """Writes a safetensors file, tensors drawn in parallel into the mapped file; the bytes of weights."""
-    shapes = expected_shapes(model)
+    shapes = expected_tensors(model)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():

@@ -15,21 +15,68 @@ class RopeScaling:
     """Frequency scaling of rotary embeddings (`rope_scaling` of config.json).
 
     `linear` divides every frequency by `factor`; `llama3` leaves high frequencies alone, divides
-    low ones and blends between (`low_freq_factor`, `high_freq_factor`, `original_max_position`).
+    low ones and blends between (`low_freq_factor`, `high_freq_factor`, `original_max_position`); `yarn`
+    blends between the planes that turn `beta_slow` and `beta_fast` times over the original context, and
+    scales attention scores by its `mscale` fields (DeepSeek).
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads from one latent a token."""
+
+    q_rank: int  # q_lora_rank
+    kv_rank: int  # kv_lora_rank
+    nope_dim: int  # qk_nope_head_dim: features a head that are not rotated
+    rope_dim: int  # qk_rope_head_dim: rotated features, of which all heads share one key
+    v_dim: int  # v_head_dim
+    interleaved: bool = True  # rope_interleave: checkpoints rotate features 2i and 2i + 1 together
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexerConfig:
+    """The lightning indexer (DeepSeek-V3.2): which `topk` positions a query attends to."""
+
+    num_heads: int  # index_n_heads
+    head_dim: int  # index_head_dim; its first `rope_dim` features are rotated
+    topk: int  # index_topk
+    owners: tuple[bool, ...]  # trunk layers with their own; others take the positions of an earlier one
+    interleaved: bool = False  # indexer_rope_interleave
+    share_in_drafts: bool = False  # index_share_for_mtp_iteration: drafts 2 to K reuse the first one's row
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture-of-experts ffn."""
+
+    num_experts: int  # n_routed_experts or num_experts
+    per_token: int  # num_experts_per_tok
+    width: int  # moe_intermediate_size
+    shared_width: int  # ffn columns that every token uses; 0: none
+    sparse: tuple[bool, ...]  # trunk layers with experts; the others have a dense ffn
+    scoring: Literal["sigmoid", "softmax"] = "sigmoid"  # sigmoid chooses with a bias per expert (DeepSeek-V3)
+    num_groups: int = 1  # n_group: the best `kept_groups` are chosen first
+    kept_groups: int = 1  # topk_group
+    normalise: bool = True  # norm_topk_prob: the chosen experts' weights add up to `scale`
+    scale: float = 1.0  # routed_scaling_factor
+    gated_shared: bool = False  # the shared expert has a sigmoid gate (Qwen3-Next)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a dense decoder and of its MTP module. Field names follow Hugging Face's config.json."""
+    """Shape of a decoder and of its MTP module. Field names follow Hugging Face's config.json."""
 
-    model_type: str  # registry key: "llama", "qwen2", "mimo"
+    model_type: str  # registry key: "llama", "qwen2", "mimo", "deepseek_v3", ...
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -42,9 +89,14 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
-    attention_bias: bool = False  # q, k and v only (Qwen2, MiMo)
+    attention_bias: bool = False  # q, k and v only (Qwen2, MiMo, GLM-4.5)
     num_nextn_predict_layers: int = 0  # MTP modules in the checkpoint
     eos_token_ids: tuple[int, ...] = ()
+    rotary_dim: int | None = None  # features of a head that are rotated, the first ones; None: all
+    qk_norm: bool = False  # RMS norm of each query and key head before rotation
+    latent: LatentConfig | None = None  # None: grouped-query attention
+    indexer: IndexerConfig | None = None  # None: attention over the whole context
+    experts: ExpertsConfig | None = None  # None: a dense ffn in every layer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,13 @@ MeshAxes = str | tuple[str, ...] | None
 LOGICAL_AXES: dict[str, MeshAxes] = {
     "layer_stage": STAGE,  # leading axis of stacked trunk weights, caches and flights
     "kv_heads": TENSOR,  # trunk attention, grouped by KV head
+    "heads": TENSOR,  # query heads of latent attention, whose cached rows all devices have
     "ffn": TENSOR,
+    "experts": TENSOR,
     "vocab": (STAGE, TENSOR),  # rows of the embedding and of the LM head
     "mtp_kv_heads": (STAGE, TENSOR),
+    "mtp_heads": (STAGE, TENSOR),
+    "mtp_experts": (STAGE, TENSOR),
     "mtp_ffn": (STAGE, TENSOR),
     "mtp_out": (STAGE, TENSOR),  # output features of the MTP input projection
 }

@@ -32,13 +32,14 @@ from mtp_jax.loading import (
     resolve_model,
     resolve_mtp_head,
 )
-from mtp_jax.models.registry import Read, check_supported
+from mtp_jax.models.leaves import Read
+from mtp_jax.models.registry import check_supported, layer_kinds, layer_sizes
 from mtp_jax.progress import Report
 from mtp_jax.scheduler.plan import DispatchPlan, SlotView
 from mtp_jax.scheduler.scheduler import Scheduler
 from sharding.mesh import make_mesh
 from sharding.placement import make_placement
-from sharding.stage_plan import balanced_plan
+from sharding.stage_plan import plan_stages
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     mesh = _checked("--stages", config.stages, lambda: make_mesh(config.stages, config.data, config.tensor))
     placement = make_placement(mesh, dividing_sizes(model))
     stage_plan = _checked(
-        "--stages", config.stages, lambda: balanced_plan(model.num_hidden_layers, config.stages)
+        "--stages", config.stages, lambda: plan_stages(config.stages, layer_kinds(model), layer_sizes(model))
     )
     with_mtp = config.num_speculative_tokens > 0
     draft_vocab = head.draft_vocab if head is not None and with_mtp else None
@@ -161,8 +162,7 @@ def build_engine(options: EngineOptions, report: Report = lambda phase, done, to
 def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: None) -> Engine:
     """Builds the engine of a blueprint: compiles while it reads, for a program needs only shapes."""
     config, program, layout = blueprint.config, blueprint.program, blueprint.program.layout
-    shapes = state_shapes(layout.model, config, layout.plan.num_slots, layout.padded_draft_vocab)
-    specs = state_specs(layout.model, config, layout.placement, layout.plan.num_slots)
+    shapes, specs = state_shapes(layout, config), state_specs(layout, config)
     background, table = blueprint.options.background_compile, blueprint.buckets
     executables = Executables(program, _shapes_of(program, shapes, specs), background=background)
     with concurrent.futures.ThreadPoolExecutor(COMPILER_THREADS, "mtp-jax-compile") as pool:
@@ -172,7 +172,10 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
         compiles = [pool.submit(executables.compile, bucket) for bucket in first]
         try:
             weights = layout.load(
-                blueprint.source.read, blueprint.read_mtp, lambda done, total: report("reading", done, total)
+                blueprint.source.read,
+                blueprint.read_mtp,
+                lambda done, total: report("reading", done, total),
+                blueprint.source.names(),
             )
             report("placing", 0, 1)
             state = init_state(shapes, specs, layout.placement)

@@ -20,19 +20,20 @@ from mtp_jax.engine.plan_arrays import PlanArrays
 from mtp_jax.engine.sampling import DRAFT, scale_by_temperature
 from mtp_jax.engine.state import Slots
 from mtp_jax.engine.vocabulary import Vocabulary
-from mtp_jax.models.layers import KVCache, SumOver, rope_tables
-from mtp_jax.models.mtp import MimoMTP
+from mtp_jax.models.layers import Around, Cache, SumOver, rope_tables
+from mtp_jax.models.mtp import MTPModule
 
 
 @dataclasses.dataclass(frozen=True)
 class MTP:
     """The MTP module on this device, with the reductions that its placement asks for."""
 
-    module: MimoMTP
+    module: MTPModule
     vocabulary: Vocabulary  # the target's, maybe with fewer rows in the LM head
     gather_proj: Callable[[jax.Array], jax.Array] | None
-    reduce_attention: SumOver
-    reduce_ffn: SumOver
+    sum_attention: SumOver
+    sum_ffn: SumOver
+    sum_experts: SumOver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +49,18 @@ class Drafter:
     def __call__(
         self,
         slots: Slots,
-        cache: KVCache,
+        cache: Cache,
         rows: VerifyRows,
         chunk: Chunk | None,
         hidden: jax.Array,
         lane_hidden: jax.Array | None,
         tokens: jax.Array,
         accepted: jax.Array,
-    ) -> tuple[Slots, KVCache]:
+    ) -> tuple[Slots, Cache]:
         """hidden [B, T, D] and lane_hidden [C, D] post-norm; tokens [B (+1), T], accepted [B (+1)]."""
-        output, cache = self._reread(cache, rows, chunk, hidden, lane_hidden, tokens, accepted)
+        output, indices, cache = self._reread(cache, rows, chunk, hidden, lane_hidden, tokens, accepted)
+        if not self._shares_indices:
+            indices = None
         last = rows.start + accepted  # the last verified position of each row
         limit = jnp.where(rows.valid, self.plan.capacity[rows.slot], 0)
         drafts, kept = [], []
@@ -67,7 +70,7 @@ class Drafter:
             kept.append(logits)
             if step + 1 < self.bucket.drafts:
                 segment = Segment(self.plan.table[rows.slot], (last + 1 + step)[:, None], limit)
-                output, cache = self._run(output, token, cache, (segment,))
+                output, _, cache = self._run(output, token, cache, (segment,), indices)
         at = scatter_index(rows, slots)
         assert slots.drafts is not None
         absent = jnp.full_like(last, -1)
@@ -84,15 +87,15 @@ class Drafter:
 
     def _reread(
         self,
-        cache: KVCache,
+        cache: Cache,
         rows: VerifyRows,
         chunk: Chunk | None,
         hidden: jax.Array,
         lane_hidden: jax.Array | None,
         tokens: jax.Array,
         accepted: jax.Array,
-    ) -> tuple[jax.Array, KVCache]:
-        """Step 0. Returns the module's output at each row's last verified position, [B (+1), D]."""
+    ) -> tuple[jax.Array, jax.Array | None, Cache]:
+        """Step 0. Returns the output [B (+1), D] at each row's last verified position, and what it read."""
         b, t, d = hidden.shape
         columns = jnp.arange(t, dtype=jnp.int32)
         slot, start, valid = rows.slot[:b], rows.start[:b], rows.valid[:b]
@@ -108,8 +111,15 @@ class Drafter:
             ids.append(shifted)
             states.append(lane_hidden)
             pick = jnp.append(pick, b * t + chunk.count - 1)
-        output, cache = self._run(jnp.concatenate(states), jnp.concatenate(ids), cache, tuple(segments))
-        return output[pick], cache
+        output, indices, cache = self._run(
+            jnp.concatenate(states), jnp.concatenate(ids), cache, tuple(segments)
+        )
+        return output[pick], None if indices is None else indices[pick], cache
+
+    @property
+    def _shares_indices(self) -> bool:
+        """Whether later steps attend to where the last verified position did (GLM-5.2)."""
+        return self.model.indexer is not None and self.model.indexer.share_in_drafts
 
     def _shifted_chunk(self, chunk: Chunk, sampled: jax.Array) -> tuple[Segment, jax.Array]:
         """The chunk's segment, and its ids shifted by one: the last is the next token, or the sampled one."""
@@ -122,19 +132,35 @@ class Drafter:
         return Segment(table[None], (chunk.start + columns)[None], limit[None]), ids
 
     def _run(
-        self, hidden: jax.Array, ids: jax.Array, cache: KVCache, segments: tuple[Segment, ...]
-    ) -> tuple[jax.Array, KVCache]:
-        """The module over token rows: hidden [M, D], ids [M] of the tokens that follow -> [M, D]."""
+        self,
+        hidden: jax.Array,
+        ids: jax.Array,
+        cache: Cache,
+        segments: tuple[Segment, ...],
+        indices: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None, Cache]:
+        """The module over token rows: hidden [M, D], ids [M] of the tokens that follow -> [M, D].
+
+        With `indices` [M, J] the module's indexer is not asked.
+        """
         attend = PagedAttention(segments, self.config.page_size)
-        embedding = self.mtp.vocabulary.embed(ids).astype(hidden.dtype)
-        rope = rope_tables(attend.positions, self.model)
         mtp = self.mtp
-        reduces = (mtp.gather_proj, mtp.reduce_attention, mtp.reduce_ffn)
-        output, cache = mtp.module(hidden, embedding, cache, rope, attend, *reduces, kernels=True)
+        embedding = mtp.vocabulary.embed(ids).astype(hidden.dtype)
+        around = Around(
+            rope=rope_tables(attend.positions, self.model),
+            attend=attend,
+            sum_attention=mtp.sum_attention,
+            sum_ffn=mtp.sum_ffn,
+            sum_experts=mtp.sum_experts,
+            kernels=True,
+            reuse_indices=indices is not None,
+        )
+        output, indices, cache = mtp.module(hidden, embedding, indices, cache, around, mtp.gather_proj)
         # Without the barrier XLA copies the cache between draft steps inside a cond (Z > 1).
         if not self.bucket.drafts:  # nobody wants the output: all but keys and values falls away
-            return output, jax.lax.optimization_barrier(cache)
-        return jax.lax.optimization_barrier((output, cache))
+            return output, indices, jax.lax.optimization_barrier(cache)
+        output, cache = jax.lax.optimization_barrier((output, cache))
+        return output, indices, cache
 
     def _propose(
         self, output: jax.Array, slot: jax.Array, position: jax.Array

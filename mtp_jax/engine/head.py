@@ -14,7 +14,7 @@ from mtp_jax.engine.sampling import TARGET, RowSampling, add_noise, keep_top, sc
 from mtp_jax.engine.state import Slots
 from mtp_jax.engine.verify import accept_one_hot, accept_probabilistic, cut_at_stop
 from mtp_jax.engine.vocabulary import Vocabulary
-from mtp_jax.models.layers import KVCache, rms_norm
+from mtp_jax.models.layers import Cache, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Head:
     def __call__(
         self,
         slots: Slots,
-        mtp_cache: KVCache | None,
+        mtp_cache: Cache | None,
         rows: VerifyRows,
         chunk: Chunk | None,
         hidden: jax.Array,
         lane_hidden: jax.Array | None,
-    ) -> tuple[Slots, KVCache | None, jax.Array]:
+    ) -> tuple[Slots, Cache | None, jax.Array]:
         """hidden [B, T, D] and lane_hidden [C, D] are the residual stream after the last layer.
 
         Returns (slots, MTP cache, results [B (+1), RESULT_FIELDS + T] int32).

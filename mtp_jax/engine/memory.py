@@ -58,9 +58,7 @@ def plan_memory(
 
     def state_bytes(num_pages: int) -> int:
         sized = dataclasses.replace(config, num_pages=num_pages)
-        shapes = state_shapes(layout.model, sized, layout.plan.num_slots, layout.padded_draft_vocab)
-        specs = state_specs(layout.model, sized, layout.placement, layout.plan.num_slots)
-        return _bytes_per_device(shapes, specs, mesh)
+        return _bytes_per_device(state_shapes(layout, sized), state_specs(layout, sized), mesh)
 
     page = state_bytes(2) - state_bytes(1)
     other = state_bytes(1) - page
@@ -86,7 +84,8 @@ def plan_memory(
 
 
 def _elements_per_page(layout: WeightLayout, config: EngineConfig) -> int:
-    return config.page_size * layout.model.num_key_value_heads * layout.model.head_dim
+    """Of the largest cache."""
+    return config.page_size * max(math.prod(rows.shape) for slot in layout.slot_caches for rows in slot)
 
 
 def _check_memory(

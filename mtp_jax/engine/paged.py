@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.models.layers import KVCache, split_qkv
+from mtp_jax.engine import latent
+from mtp_jax.models.layers import Cache, split_qkv
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.device import NotHereError
 from pallas_kernels.paged_attention import paged_attention
@@ -65,27 +67,67 @@ class PagedAttention:
         sink = total_pages - 1 - place // self.page_size
         return jnp.where(page < 0, sink, page), jnp.where(page < 0, place % self.page_size, offset)
 
-    def __call__(self, qkv: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """qkv [M, G, Q + 2, H] -> ([M, G, Q, H], the cache with the new rows)."""
+    def grouped(self, qkv: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """See `Attend`."""
         if len(self.segments) == 1:
             with contextlib.suppress(NotHereError):
                 rows = self.segments[0]
-                mixed, *new = decode_attention(qkv, *cache, rows.table, rows.positions, rows.limit)
-                return mixed, (new[0], new[1])
+                keys, values = cache
+                mixed, *new = decode_attention(qkv, keys, values, rows.table, rows.positions, rows.limit)
+                return mixed, tuple(new)
         q, k, v = split_qkv(qkv)
+        keys, values = self._written(cache, (k, v))
+        mixed = [_attend_segment(rows, keys, values, segment) for segment, rows in self._split(q)]
+        return jnp.concatenate(mixed), (keys, values)
+
+    def latent(
+        self,
+        q: jax.Array,
+        row: jax.Array,
+        cache: jax.Array,
+        scale: float,
+        width: int,
+        indices: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Attend`."""
+        (cache,) = self._written((cache,), (row,))
+        mixed = []
+        for segment, rows, *chosen in self._split(q, *(() if indices is None else (indices,))):
+            table, positions = segment.table, segment.positions
+            if chosen and table.shape[1] * self.page_size > chosen[0].shape[1]:
+                mixed.append(latent.attend_chosen(rows, cache, table, chosen[0], scale, width))
+            else:  # where no context is longer than what is chosen, all of it is
+                mixed.append(latent.attend_all(rows, cache, table, positions, scale, width))
+        return jnp.concatenate(mixed), cache
+
+    def select(
+        self, q: jax.Array, weights: jax.Array, key: jax.Array, cache: jax.Array, topk: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Attend`."""
+        (cache,) = self._written((cache,), (key,))
+        chosen = [
+            latent.select(rows, heads, cache, segment.table, segment.positions, topk)
+            for segment, rows, heads in self._split(q, weights)
+        ]
+        return jnp.concatenate(chosen), cache
+
+    def _written(self, cache: Cache, new: tuple[jax.Array, ...]) -> Cache:
+        """The caches with a row for each token."""
         page, offset = self.write_index(cache[0].shape[0])
-        keys, values = (
-            _write_rows(old, _finite(new.astype(old.dtype)), page, offset)
-            for old, new in zip(cache, (k, v), strict=True)
+        written = tuple(
+            _write_rows(old, _finite(rows.astype(old.dtype)), page, offset)
+            for old, rows in zip(cache, new, strict=True)
         )
         # Without the barrier XLA fuses the write into the reads once more, and must then keep the old cache.
-        keys, values = jax.lax.optimization_barrier((keys, values))
-        mixed, first = [], 0
+        return jax.lax.optimization_barrier(written)
+
+    def _split(self, *arrays: jax.Array) -> Iterator[tuple[Segment, *tuple[jax.Array, ...]]]:
+        """Each segment with its token rows of arrays [M, ...]."""
+        first = 0
         for segment in self.segments:
-            rows = q[first : first + segment.num_tokens]
-            mixed.append(_attend_segment(rows, keys, values, segment))
-            first += segment.num_tokens
-        return jnp.concatenate(mixed), (keys, values)
+            last = first + segment.num_tokens
+            yield segment, *(array[first:last] for array in arrays)
+            first = last
 
 
 def _finite(rows: jax.Array) -> jax.Array:
@@ -102,12 +144,12 @@ def sink_pages(most_rows: int, page_size: int) -> int:
 
 
 def _write_rows(cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """Rows [M, G, H] at (page, offset) [M]."""
+    """Rows [M, ...] at (page, offset) [M]."""
     if rows.shape[0] > 1:
         return cache.at[page, offset].set(rows, mode="promise_in_bounds", unique_indices=True)
     # XLA expands a scatter of one row into a select, and copies the cache for it; this is in place.
-    zero = jnp.int32(0)
-    return jax.lax.dynamic_update_slice(cache, rows[None], (page[0], offset[0], zero, zero))
+    zeros = (jnp.int32(0),) * (rows.ndim - 1)
+    return jax.lax.dynamic_update_slice(cache, rows[None], (page[0], offset[0], *zeros))
 
 
 def _attend_segment(q: jax.Array, keys: jax.Array, values: jax.Array, segment: Segment) -> jax.Array:

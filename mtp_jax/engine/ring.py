@@ -17,8 +17,8 @@ from mtp_jax.engine.head import Head
 from mtp_jax.engine.leaving import Chunk, VerifyRows
 from mtp_jax.engine.paged import PagedAttention, Segment
 from mtp_jax.engine.plan_arrays import ChunkArrays, PlanArrays
-from mtp_jax.engine.state import EngineState, Flight, Lane
-from mtp_jax.models.layers import KVCache, rope_tables
+from mtp_jax.engine.state import Carry, EngineState, Flight, Lane
+from mtp_jax.models.layers import Cache, Rope, rope_tables
 from sharding.mesh import STAGE
 from sharding.stage_plan import StagePlan
 
@@ -35,11 +35,9 @@ class Group:
 
 
 Leaves = tuple[jax.Array, ...]  # weights of one layer
-# One decoder layer: (leaves, x [M, D], cache, rope tables, attention) -> (x, cache). Jitted, so that a
-# stage of many layers is traced and lowered once, though XLA still sees each layer by itself.
-RunLayer = Callable[
-    [Leaves, jax.Array, KVCache, tuple[jax.Array, jax.Array], PagedAttention], tuple[jax.Array, KVCache]
-]
+# One decoder layer: (leaves, carry of M rows, cache, rope tables, attention) -> (carry, cache). Jitted, so
+# that many layers of a kind are traced and lowered once, though XLA still sees each layer by itself.
+RunLayer = Callable[[Leaves, Carry, Cache, Rope, PagedAttention], tuple[Carry, Cache]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Ring:
     bucket: Bucket
     stage_plan: StagePlan
     layers: Sequence[Leaves]
-    run_layer: RunLayer
+    run_layers: Sequence[RunLayer]  # by layer slot
     head: Head
     plan: PlanArrays
 
@@ -80,12 +78,12 @@ class Ring:
         if entering is not None:
             state = self._enter_chunk(state, tick % z, entering)
         busy = self._busy_stages(state)
-        rows_x, lane_x, caches = self._run_stage(state, here)
+        rows, lane_rows, caches = self._run_stage(state, here)
         state = dataclasses.replace(state, caches=caches)
-        state, results = self._run_head(state, leaving, rows_x, lane_x)
+        state, results = self._run_head(state, leaving, rows.x, None if lane_rows is None else lane_rows.x)
         flight, embedded = self._rebuild(state, leaving)
         state = dataclasses.replace(state, flight=flight)
-        return self._pass_on(state, rows_x, lane_x, embedded), results, busy
+        return self._pass_on(state, rows, lane_rows, embedded), results, busy
 
     # Reading flights
 
@@ -137,61 +135,71 @@ class Ring:
             tokens=lane.tokens.at[index, :size].set(new.tokens),
             live=lane.live.at[index].set(new.count > 0),
         )
-        embedded = self.head.vocabulary.embed(new.tokens).astype(state.lane_x.dtype)
+        x = state.lane_rows.x
+        embedded = self.head.vocabulary.embed(new.tokens).astype(x.dtype)
         first = jax.lax.axis_index(STAGE) == 0
-        lane_x = state.lane_x.at[0, :size].set(jnp.where(first, embedded, state.lane_x[0, :size]))
-        return dataclasses.replace(state, lane=lane, lane_x=lane_x)
+        x = x.at[0, :size].set(jnp.where(first, embedded, x[0, :size]))
+        return dataclasses.replace(state, lane=lane, lane_rows=dataclasses.replace(state.lane_rows, x=x))
 
     def _run_stage(
         self, state: EngineState, here: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None, tuple[KVCache, ...]]:
-        """This stage's layers over its group and chunk. Returns (rows [B, T, D], chunk [C, D], caches)."""
+    ) -> tuple[Carry, Carry | None, tuple[Cache, ...]]:
+        """This stage's layers over its group and chunk: (rows [B, T, ...], chunk [C, ...], caches)."""
         group = self._group(state.flight, here)
         b, t = group.tokens.shape
-        d = state.rows_x.shape[-1]
         columns = jnp.arange(t, dtype=jnp.int32)
         limit = jnp.where(group.valid, self.plan.capacity[group.slot], 0)
         segments = [Segment(self.plan.table[group.slot], group.start[:, None] + columns, limit)]
-        x = state.rows_x[0, :b, :t].reshape(b * t, d)
+        carry = jax.tree.map(lambda x: x[0, :b, :t].reshape(b * t, -1), state.rows)
         if self.bucket.chunk:
             chunk, _ = self._chunk(state.lane, here)
             positions = chunk.start + jnp.arange(self.bucket.chunk, dtype=jnp.int32)
             limit = jnp.where(chunk.valid, chunk.start + chunk.count, 0)
             segments.append(Segment(self.plan.table[chunk.slot][None], positions[None], limit[None]))
-            x = jnp.concatenate([x, state.lane_x[0, : self.bucket.chunk]])
+            carry = jax.tree.map(
+                lambda x, lane: jnp.concatenate([x, lane[0, : self.bucket.chunk]]), carry, state.lane_rows
+            )
         attend = PagedAttention(tuple(segments), self.head.config.page_size)
-        caches = tuple((keys[0], values[0]) for keys, values in state.caches)
+        caches = jax.tree.map(lambda cache: cache[0], state.caches)
 
-        def run(x: jax.Array, caches: tuple[KVCache, ...]) -> tuple[jax.Array, tuple[KVCache, ...]]:
-            return self._run_layers(x, caches, attend)
+        def run(carry: Carry, caches: tuple[Cache, ...]) -> tuple[Carry, tuple[Cache, ...]]:
+            return self._run_layers(carry, caches, attend)
 
         if self.num_stages == 1:  # a dispatch without work is never launched
-            x, caches = run(x, caches)
+            carry, caches = run(carry, caches)
         else:
-            x, caches = jax.lax.cond(
-                self._has_work(state, here), run, lambda x, caches: (x, caches), x, caches
+            carry, caches = jax.lax.cond(
+                self._has_work(state, here), run, lambda carry, caches: (carry, caches), carry, caches
             )
-        rows_x, lane_x = x[: b * t].reshape(b, t, d), x[b * t :] if self.bucket.chunk else None
-        return rows_x, lane_x, tuple((keys[None], values[None]) for keys, values in caches)
+        rows = jax.tree.map(lambda x: x[: b * t].reshape(b, t, -1), carry)
+        lane_rows = jax.tree.map(lambda x: x[b * t :], carry) if self.bucket.chunk else None
+        return rows, lane_rows, jax.tree.map(lambda cache: cache[None], caches)
 
     def _run_layers(
-        self, x: jax.Array, caches: tuple[KVCache, ...], attend: PagedAttention
-    ) -> tuple[jax.Array, tuple[KVCache, ...]]:
-        """The stage's layers, unrolled: x [M, D]."""
+        self, carry: Carry, caches: tuple[Cache, ...], attend: PagedAttention
+    ) -> tuple[Carry, tuple[Cache, ...]]:
+        """The stage's layers, unrolled, over M rows."""
+        arrived = carry
+        indexer = self.head.model.indexer
+        if indexer is not None and carry.indices is None:  # the stage's first layer chooses them
+            nothing = jnp.full((carry.x.shape[0], indexer.topk), -1, jnp.int32)
+            carry = dataclasses.replace(carry, indices=jax.lax.pcast(nothing, STAGE, to="varying"))
         rope = rope_tables(attend.positions, self.head.model)
         stage = jax.lax.axis_index(STAGE)
         new_caches = []
         for slot, (leaves, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            run = functools.partial(self.run_layer, leaves)
+            run = functools.partial(self.run_layers[slot], leaves)
             if self.stage_plan.has_empty(slot):
                 filled = jnp.array(
                     [self.stage_plan.layer_at(slot, s) is not None for s in range(self.num_stages)]
                 )
-                x, cache = jax.lax.cond(filled[stage], run, _skip_layer, x, cache, rope, attend)
+                carry, cache = jax.lax.cond(filled[stage], run, _skip_layer, carry, cache, rope, attend)
             else:
-                x, cache = run(x, cache, rope, attend)
+                carry, cache = run(carry, cache, rope, attend)
             new_caches.append(cache)
-        return x, tuple(new_caches)
+        if arrived.indices is None:
+            carry = dataclasses.replace(carry, indices=None)
+        return carry, tuple(new_caches)
 
     def _run_head(
         self, state: EngineState, leaving: jax.Array, rows_x: jax.Array, lane_x: jax.Array | None
@@ -273,23 +281,28 @@ class Ring:
         return flight, embedded
 
     def _pass_on(
-        self, state: EngineState, rows_x: jax.Array, lane_x: jax.Array | None, embedded: jax.Array
+        self, state: EngineState, rows: Carry, lane_rows: Carry | None, embedded: jax.Array
     ) -> EngineState:
         """Moves every stage's output to the next one; the rebuilt group enters stage 0."""
         first = jax.lax.axis_index(STAGE) == 0
         forward = [(s, (s + 1) % self.num_stages) for s in range(self.num_stages)]
-        arrived = jax.lax.ppermute(rows_x, STAGE, forward)
-        entering = jnp.where(first, embedded.astype(arrived.dtype), arrived)
-        rows = state.rows_x.at[0, : self.bucket.rows, : self.bucket.drafts + 1].set(entering)
-        lane = state.lane_x
-        if lane_x is not None:
-            lane = lane.at[0, : self.bucket.chunk].set(jax.lax.ppermute(lane_x, STAGE, forward))
-        return dataclasses.replace(state, rows_x=rows, lane_x=lane)
+
+        def arriving(sent: Carry) -> Carry:
+            return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, forward), sent)
+
+        arrived = arriving(rows)
+        entering = jnp.where(first, embedded.astype(arrived.x.dtype), arrived.x)
+        b, t, c = self.bucket.rows, self.bucket.drafts + 1, self.bucket.chunk
+        new_rows = jax.tree.map(
+            lambda old, new: old.at[0, :b, :t].set(new), state.rows, dataclasses.replace(arrived, x=entering)
+        )
+        lane = state.lane_rows
+        if lane_rows is not None:
+            lane = jax.tree.map(lambda old, new: old.at[0, :c].set(new), lane, arriving(lane_rows))
+        return dataclasses.replace(state, rows=new_rows, lane_rows=lane)
 
 
-def _skip_layer(
-    x: jax.Array, cache: KVCache, rope: tuple[jax.Array, jax.Array], attend: PagedAttention
-) -> tuple[jax.Array, KVCache]:
+def _skip_layer(carry: Carry, cache: Cache, rope: Rope, attend: PagedAttention) -> tuple[Carry, Cache]:
     """An empty layer slot: computes nothing, writes nothing."""
     del rope, attend
-    return x, cache
+    return carry, cache

@@ -16,9 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtp_jax.config import EngineConfig, ModelConfig
+from mtp_jax.config import EngineConfig
 from mtp_jax.engine.paged import sink_pages
 from mtp_jax.engine.trees import stand_in
+from mtp_jax.engine.weights import WeightLayout
+from mtp_jax.models.layers import Cache, CacheRows
+from mtp_jax.models.registry import mtp_caches
 from sharding.placement import Placement
 
 
@@ -65,56 +68,74 @@ class Lane:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Carry:
+    """What token rows take from one stage to the next."""
+
+    x: jax.Array  # ... D            residual stream
+    indices: jax.Array | None  # ... J int32  positions of the last indexer; None where no stage needs them
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class EngineState:
     slots: Slots
     flight: Flight
     lane: Lane
-    rows_x: jax.Array  # Z B T D   residual stream about to enter each stage, split along Z
-    lane_x: jax.Array  # Z C D     the same for the prefill lane
-    caches: tuple[tuple[jax.Array, jax.Array], ...]  # per layer slot: keys, values, each Z P page G H
-    mtp_cache: tuple[jax.Array, jax.Array] | None  # P page G H each; None where K = 0
+    rows: Carry  # what is about to enter each stage, each Z B T ..., split along Z
+    lane_rows: Carry  # the same for the prefill lane, Z C ...
+    caches: tuple[Cache, ...]  # per layer slot, each array Z P page ...
+    mtp_cache: Cache | None  # each array P page ...; None where K = 0
 
 
 def _keeps_logits(config: EngineConfig) -> bool:
     return config.draft_sampling == "probabilistic" and config.num_speculative_tokens > 0
 
 
-def state_specs(
-    model: ModelConfig, config: EngineConfig, placement: Placement, num_layer_slots: int
-) -> EngineState:
+def state_specs(layout: WeightLayout, config: EngineConfig) -> EngineState:
     """The state's PartitionSpecs, in the state's own shape."""
+    placement = layout.placement
     whole = stand_in(P())
     by_stage = stand_in(placement.spec("layer_stage"))
-    cache = stand_in(placement.spec("layer_stage", None, None, "kv_heads", None))
-    mtp_cache = stand_in(placement.spec(None, None, "mtp_kv_heads", None))
+    carry = Carry(by_stage, by_stage if layout.carries_indices else None)
     logits = stand_in(placement.spec(None, None, "vocab")) if _keeps_logits(config) else None
     drafts = config.num_speculative_tokens > 0
+
+    def cache(rows: tuple[CacheRows, ...], *leading: str | None) -> Cache:
+        return tuple(stand_in(placement.spec(*leading, None, None, *row.axes)) for row in rows)
+
     return EngineState(
         slots=Slots(whole, whole, whole, whole if drafts else None, whole, logits),
         flight=Flight(whole, whole, whole, whole, whole),
         lane=Lane(whole, whole, whole, whole, whole, whole, whole),
-        rows_x=by_stage,
-        lane_x=by_stage,
-        caches=((cache, cache),) * num_layer_slots,
-        mtp_cache=(mtp_cache, mtp_cache) if drafts else None,
+        rows=carry,
+        lane_rows=carry,
+        caches=tuple(cache(rows, "layer_stage") for rows in layout.slot_caches),
+        mtp_cache=cache(mtp_caches(layout.model)) if drafts else None,
     )
 
 
-def state_shapes(
-    model: ModelConfig, config: EngineConfig, num_layer_slots: int, draft_vocab: int
-) -> EngineState:
-    """The state as ShapeDtypeStructs, for the memory plan. `draft_vocab` is padded to the head's devices."""
+def state_shapes(layout: WeightLayout, config: EngineConfig) -> EngineState:
+    """The state as ShapeDtypeStructs, for the memory plan."""
+    model, draft_vocab = layout.model, layout.padded_draft_vocab
     u, z, b, c = config.max_num_seqs, config.stages, config.rows_per_group, config.prefill_chunk
-    k, d = config.num_speculative_tokens, model.hidden_size
-    dtype = jnp.dtype(config.dtype)
+    k, dtype = config.num_speculative_tokens, jnp.dtype(config.dtype)
 
     def array(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.int32) -> jax.Array:
         return stand_in(jax.ShapeDtypeStruct(shape, dtype))
 
     group, lane = array((z, b)), array((z,))
     sink = sink_pages(b * (k + 1) + c, config.page_size)
-    pages = (config.num_pages + sink, config.page_size, model.num_key_value_heads, model.head_dim)
-    cache, mtp_cache = array((z, *pages), dtype), array(pages, dtype)
+    pages = (config.num_pages + sink, config.page_size)
+
+    def cache(rows: tuple[CacheRows, ...], *leading: int) -> Cache:
+        return tuple(array((*leading, *pages, *row.shape), dtype) for row in rows)
+
+    def carry(*rows: int) -> Carry:
+        indices = None
+        if layout.carries_indices and model.indexer is not None:
+            indices = array((*rows, model.indexer.topk))
+        return Carry(array((*rows, model.hidden_size), dtype), indices)
+
     return EngineState(
         slots=Slots(
             generation=array((u,)),
@@ -126,10 +147,10 @@ def state_shapes(
         ),
         flight=Flight(group, group, group, array((z, b, k + 1)), array((z, b), jnp.bool_)),
         lane=Lane(lane, lane, lane, lane, lane, array((z, c)), array((z,), jnp.bool_)),
-        rows_x=array((z, b, k + 1, d), dtype),
-        lane_x=array((z, c, d), dtype),
-        caches=((cache, cache),) * num_layer_slots,
-        mtp_cache=(mtp_cache, mtp_cache) if k else None,
+        rows=carry(z, b, k + 1),
+        lane_rows=carry(z, c),
+        caches=tuple(cache(rows, z) for rows in layout.slot_caches),
+        mtp_cache=cache(mtp_caches(model)) if k else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -13,12 +14,14 @@ from mtp_jax.engine.draft import MTP
 from mtp_jax.engine.head import Head
 from mtp_jax.engine.plan_arrays import PlanArrays
 from mtp_jax.engine.ring import Ring, RunLayer
-from mtp_jax.engine.state import EngineState, state_specs
+from mtp_jax.engine.state import Carry, EngineState, state_specs
 from mtp_jax.engine.trees import stand_in
 from mtp_jax.engine.vocabulary import Vocabulary
 from mtp_jax.engine.weights import WeightLayout, Weights
-from mtp_jax.models.layers import UNSPLIT, SumOver
-from mtp_jax.models.registry import make_layer, make_mtp, merge
+from mtp_jax.models.block import LayerKind, layer_leaves
+from mtp_jax.models.layers import UNSPLIT, Around, SumOver
+from mtp_jax.models.leaves import merge
+from mtp_jax.models.registry import make_layer, make_mtp
 from sharding.mesh import TENSOR
 from sharding.placement import HEAD_AXES
 
@@ -48,7 +51,7 @@ class Program:
         Its entry point is named after the bucket, so that compile logs and profiles tell them apart.
         """
         layout, mesh = self.layout, self.layout.placement.mesh
-        states = state_specs(layout.model, self.config, layout.placement, layout.plan.num_slots)
+        states = state_specs(layout, self.config)
         in_specs = (layout.specs(), states, P())
         out_specs = (states, StepOutput(stand_in(P()), stand_in(P())))
 
@@ -79,16 +82,27 @@ class Program:
             mtp=self._mtp(weights, vocabulary),
             plan=plan,
         )
-        return Ring(bucket, layout.plan, layers, self._layer_runner(), head, plan)
+        return Ring(bucket, layout.plan, layers, self._layer_runners(), head, plan)
 
-    def _layer_runner(self) -> RunLayer:
-        structure, table = make_layer(self.layout.model, self.layout.dtype), self.layout.trunk_leaves
-        reduce_attention, reduce_ffn = self._sum_over("kv_heads", (TENSOR,)), self._sum_over("ffn", (TENSOR,))
+    def _layer_runners(self) -> tuple[RunLayer, ...]:
+        """How to run each layer slot; slots of one kind share one function."""
+        layout = self.layout
+        kinds = [layout.slot_kind(slot) for slot in range(layout.plan.num_slots)]
+        runners = {kind: self._layer_runner(kind) for kind in dict.fromkeys(kinds)}
+        return tuple(runners[kind] for kind in kinds)
+
+    def _layer_runner(self, kind: LayerKind) -> RunLayer:
+        structure = make_layer(self.layout.model, kind, self.layout.dtype)
+        table = layer_leaves(self.layout.model, kind)
+        heads = "kv_heads" if kind.attention == "grouped" else "heads"
+        sums = (self._sum_over(name, (TENSOR,)) for name in (heads, "ffn", "experts"))
+        sum_attention, sum_ffn, sum_experts = sums
 
         @jax.jit
-        def layer(leaves, x, cache, rope, attend):
-            module = merge(structure, table, leaves)
-            return module(x, cache, rope, attend, reduce_attention, reduce_ffn, kernels=True)
+        def layer(leaves, carry, cache, rope, attend):
+            around = Around(rope, attend, sum_attention, sum_ffn, sum_experts, kernels=True)
+            x, indices, cache = merge(structure, table, leaves)(carry.x, carry.indices, cache, around)
+            return Carry(x, indices), cache
 
         return layer
 
@@ -102,8 +116,11 @@ class Program:
             module=merge(make_mtp(layout.model, layout.dtype), layout.mtp_leaves, weights.mtp),
             vocabulary=outputs,
             gather_proj=self._gather("mtp_out"),
-            reduce_attention=self._sum_over("mtp_kv_heads", HEAD_AXES),
-            reduce_ffn=self._sum_over("mtp_ffn", HEAD_AXES),
+            sum_attention=self._sum_over(
+                "mtp_kv_heads" if layout.model.latent is None else "mtp_heads", HEAD_AXES
+            ),
+            sum_ffn=self._sum_over("mtp_ffn", HEAD_AXES),
+            sum_experts=self._sum_over("mtp_experts", HEAD_AXES),
         )
 
     def _sum_over(self, logical: str, axes: tuple[str, ...]) -> SumOver:
@@ -119,8 +136,12 @@ class Program:
 
 def dividing_sizes(model: ModelConfig) -> dict[str, int]:
     """Sizes of the logical axes that a mesh may fail to divide; `make_placement` then replicates them."""
-    return {
-        "mtp_kv_heads": model.num_key_value_heads,
-        "mtp_ffn": model.intermediate_size,
-        "mtp_out": model.hidden_size,
-    }
+    sizes = {"mtp_out": model.hidden_size}
+    ffn = math.gcd(model.intermediate_size, model.experts.shared_width if model.experts else 0)
+    for prefix in ("", "mtp_"):
+        sizes[f"{prefix}ffn"] = ffn
+        sizes[f"{prefix}heads"] = model.num_attention_heads
+        sizes[f"{prefix}kv_heads"] = model.num_key_value_heads
+        if model.experts is not None:
+            sizes[f"{prefix}experts"] = model.experts.num_experts
+    return sizes

@@ -13,11 +13,22 @@ from mtp_jax.config import ModelConfig
 from mtp_jax.engine.trees import spec_of, stand_in
 from mtp_jax.engine.vocabulary import DraftHead
 from mtp_jax.loading.mtp_head import DRAFT_VOCAB_IDS
-from mtp_jax.models.registry import Leaf, Read, layer_leaves, mtp_leaves
+from mtp_jax.models.block import LayerKind, layer_caches, layer_leaves
+from mtp_jax.models.layers import CacheRows
+from mtp_jax.models.leaves import Leaf, Read
+from mtp_jax.models.registry import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    layer_kinds,
+    layer_prefix,
+    mtp_prefix,
+    mtp_table,
+)
 from sharding.placement import Placement
 from sharding.stage_plan import StagePlan
 
-MTP_PREFIX = "model.mtp_layers.0."
+ReadPart = Callable[[tuple[slice, ...]], np.ndarray]  # reads the part at these slices of a leaf
 
 
 @jax.tree_util.register_dataclass
@@ -44,13 +55,33 @@ class WeightLayout:
     with_mtp: bool
     draft_vocab: int | None = None  # ids that drafts are chosen from; None: all of them
 
+    def slot_kind(self, slot: int) -> LayerKind:
+        """What runs in a layer slot."""
+        return layer_kinds(self.model)[self.plan.any_layer(slot)]
+
+    def slot_leaves(self, slot: int) -> tuple[Leaf, ...]:
+        """Leaves of a layer slot, without the leading stage axis."""
+        return layer_leaves(self.model, self.slot_kind(slot))
+
     @property
-    def trunk_leaves(self) -> tuple[Leaf, ...]:
-        return layer_leaves(self.model, kv_heads="kv_heads", ffn="ffn")
+    def slot_caches(self) -> tuple[tuple[CacheRows, ...], ...]:
+        """Caches of every layer slot."""
+        return tuple(layer_caches(self.model, self.slot_kind(slot)) for slot in range(self.plan.num_slots))
+
+    @property
+    def carries_indices(self) -> bool:
+        """Whether a stage begins with a layer that takes the positions of an earlier layer's indexer."""
+        indexer = self.model.indexer
+        return indexer is not None and not all(indexer.owners[stage[0]] for stage in self.plan.layers)
+
+    @property
+    def trunk_leaves(self) -> tuple[tuple[Leaf, ...], ...]:
+        """Leaves of every layer slot."""
+        return tuple(self.slot_leaves(slot) for slot in range(self.plan.num_slots))
 
     @property
     def mtp_leaves(self) -> tuple[Leaf, ...]:
-        return mtp_leaves(self.model)
+        return mtp_table(self.model)
 
     @property
     def head_devices(self) -> int:
@@ -75,10 +106,11 @@ class WeightLayout:
         def spec(*logical: str | None) -> jax.Array:
             return stand_in(self.placement.spec(*logical))
 
-        layer = tuple(spec("layer_stage", *leaf.axes) for leaf in self.trunk_leaves)
         rows = spec("vocab", None)
         return Weights(
-            trunk=(layer,) * self.plan.num_slots,
+            trunk=tuple(
+                tuple(spec("layer_stage", *leaf.axes) for leaf in leaves) for leaves in self.trunk_leaves
+            ),
             embedding=rows,
             lm_head=None if self.model.tie_word_embeddings else rows,
             final_norm=spec(None),
@@ -89,17 +121,21 @@ class WeightLayout:
     def shapes(self) -> Weights:
         """ShapeDtypeStructs in the shape of `Weights`: what the memory plan adds up."""
 
-        def array(*shape: int) -> jax.Array:
-            return stand_in(jax.ShapeDtypeStruct(shape, self.dtype))
+        def array(*shape: int, dtype: jnp.dtype | None = None) -> jax.Array:
+            return stand_in(jax.ShapeDtypeStruct(shape, dtype or self.dtype))
 
-        layer = tuple(array(self.plan.num_stages, *leaf.shape) for leaf in self.trunk_leaves)
-        rows = array(self.padded_vocab, self.model.hidden_size)
+        rows, stages = array(self.padded_vocab, self.model.hidden_size), self.plan.num_stages
         return Weights(
-            trunk=(layer,) * self.plan.num_slots,
+            trunk=tuple(
+                tuple(array(stages, *leaf.shape, dtype=leaf.dtype) for leaf in leaves)
+                for leaves in self.trunk_leaves
+            ),
             embedding=rows,
             lm_head=None if self.model.tie_word_embeddings else rows,
             final_norm=array(self.model.hidden_size),
-            mtp=tuple(array(*leaf.shape) for leaf in self.mtp_leaves) if self.with_mtp else None,
+            mtp=tuple(array(*leaf.shape, dtype=leaf.dtype) for leaf in self.mtp_leaves)
+            if self.with_mtp
+            else None,
             draft_head=self._draft_head_shapes(),
         )
 
@@ -112,89 +148,110 @@ class WeightLayout:
             stand_in(jax.ShapeDtypeStruct(rows[:1], jnp.int32)),
         )
 
-    def load(self, read: Read, read_mtp: Read | None, report: Callable[[int, int], None]) -> Weights:
+    def load(
+        self,
+        read: Read,
+        read_mtp: Read | None,
+        report: Callable[[int, int], None],
+        names: frozenset[str] = frozenset(),
+    ) -> Weights:
         """Reads, converts and places every weight, one leaf at a time.
 
-        `read` gives a target tensor by its Hugging Face name, `read_mtp` one of the MTP module;
-        `report` is called with (leaves done, leaves in all).
+        `read` gives a target tensor by its Hugging Face name, `read_mtp` one of the MTP module; `names` are
+        the checkpoint's, where it may store something in several ways; `report` is called with (leaves
+        done, leaves in all).
         """
-        total = self.plan.num_slots * len(self.trunk_leaves) + 3 + len(self.mtp_leaves) * self.with_mtp
-        total += 2 * (self.draft_vocab is not None)
-        done = 0
+        shapes, specs = self.shapes(), self.specs()
+        total, done = len(jax.tree.leaves(shapes)), 0
 
-        def place(
-            whole: np.ndarray | Callable[[int], np.ndarray], shape: tuple[int, ...], spec: jax.Array
-        ) -> jax.Array:
+        def place(whole: np.ndarray | ReadPart, like: jax.Array, spec: jax.Array) -> jax.Array:
             nonlocal done
-            array = self._place(whole, shape, spec_of(spec))
+            array = self._place(whole, like, spec_of(spec))
             done += 1
             report(done, total)
             return array
 
-        specs = self.specs()
         trunk = []
-        for slot, slot_specs in enumerate(specs.trunk):
-            leaves = []
-            for leaf, spec in zip(self.trunk_leaves, slot_specs, strict=True):
-                shape = (self.plan.num_stages, *leaf.shape)
-                leaves.append(place(self._stage_reader(read, leaf, slot), shape, spec))
-            trunk.append(tuple(leaves))
-        rows = (self.padded_vocab, self.model.hidden_size)
-        outputs = embeddings = read("model.embed_tokens.weight")
-        embedding = place(_padded_rows(embeddings, rows[0]), rows, specs.embedding)
+        for slot, leaves in enumerate(self.trunk_leaves):
+            rows = zip(leaves, shapes.trunk[slot], specs.trunk[slot], strict=True)
+            trunk.append(tuple(place(self._stage_reader(read, names, leaf, slot), *of) for leaf, *of in rows))
+        outputs = embeddings = read(EMBEDDING)
+        embedding = place(_padded_rows(embeddings, self.padded_vocab), shapes.embedding, specs.embedding)
         lm_head = None
-        if specs.lm_head is not None:
-            outputs = read("lm_head.weight")
-            lm_head = place(_padded_rows(outputs, rows[0]), rows, specs.lm_head)
+        if shapes.lm_head is not None and specs.lm_head is not None:
+            outputs = read(LM_HEAD)
+            lm_head = place(_padded_rows(outputs, self.padded_vocab), shapes.lm_head, specs.lm_head)
         draft_head = None
-        if specs.draft_head is not None:
+        if shapes.draft_head is not None and specs.draft_head is not None:
             assert read_mtp is not None
-            few = (self.padded_draft_vocab, self.model.hidden_size)
-            ids = read_mtp(f"{MTP_PREFIX}{DRAFT_VOCAB_IDS}")
-            padded_ids = np.pad(ids, (0, few[0] - ids.size), constant_values=self.padded_vocab)
+            few, like, spec = self.padded_draft_vocab, shapes.draft_head, specs.draft_head
+            ids = read_mtp(f"{mtp_prefix(self.model)}{DRAFT_VOCAB_IDS}")
+            padded_ids = np.pad(ids, (0, few - ids.size), constant_values=self.padded_vocab)
             draft_head = DraftHead(
-                place(_padded_rows(outputs[ids], few[0]), few, specs.draft_head.rows),
-                place(padded_ids, few[:1], specs.draft_head.ids),
+                place(_padded_rows(outputs[ids], few), like.rows, spec.rows),
+                place(padded_ids, like.ids, spec.ids),
             )
-        final_norm = place(read("model.norm.weight"), rows[1:], specs.final_norm)
+        final_norm = place(read(FINAL_NORM), shapes.final_norm, specs.final_norm)
         mtp = None
-        if specs.mtp is not None:
+        if shapes.mtp is not None and specs.mtp is not None:
             assert read_mtp is not None
-            pairs = zip(self.mtp_leaves, specs.mtp, strict=True)
-            mtp = tuple(place(leaf.read(read_mtp, MTP_PREFIX), leaf.shape, spec) for leaf, spec in pairs)
+            rows = zip(self.mtp_leaves, shapes.mtp, specs.mtp, strict=True)
+            mtp = tuple(place(self._mtp_reader(read_mtp, names, leaf), *of) for leaf, *of in rows)
         report(total, total)
         return Weights(tuple(trunk), embedding, lm_head, final_norm, mtp, draft_head)
 
-    def _stage_reader(self, read: Read, leaf: Leaf, slot: int) -> Callable[[int], np.ndarray]:
-        def read_stage(stage: int) -> np.ndarray:
-            layer = self.plan.layer_at(slot, stage)
-            if layer is None:
-                return np.zeros(leaf.shape, self.dtype)
-            return leaf.read(read, f"model.layers.{layer}.")
+    def _stage_reader(self, read: Read, names: frozenset[str], leaf: Leaf, slot: int) -> ReadPart:
+        """Reads parts of the leaves of all stages in a layer slot."""
+        reader = _LeafReader(leaf, read, names)
+
+        def read_stage(index: tuple[slice, ...]) -> np.ndarray:
+            layer = self.plan.layer_at(slot, index[0].start or 0)
+            if layer is None:  # an empty slot's weights are never read
+                cuts = zip(index[1:], leaf.shape, strict=True)
+                return np.zeros((1, *(len(range(*cut.indices(size))) for cut, size in cuts)))
+            return reader.part(layer_prefix(layer), index[1:])[None]
 
         return read_stage
 
-    def _place(
-        self, whole: np.ndarray | Callable[[int], np.ndarray], shape: tuple[int, ...], spec: P
-    ) -> jax.Array:
-        """A placed array from a whole one, or from a function of the stage that gives its slice.
+    def _mtp_reader(self, read: Read, names: frozenset[str], leaf: Leaf) -> ReadPart:
+        reader = _LeafReader(leaf, read, names)
+        return lambda index: reader.part(mtp_prefix(self.model), index)
 
-        Each device gets its own shard only, converted on the host; a stage's tensor is read once a process.
+    def _place(self, whole: np.ndarray | ReadPart, like: jax.Array, spec: P) -> jax.Array:
+        """A placed array of the shape and type of `like`, from a whole one or a function that gives parts.
+
+        Each device gets its own shard only, converted on the host; a part that several devices hold is
+        read once.
         """
-        slices: dict[int, np.ndarray] = {}
+        parts: dict[str, np.ndarray] = {}
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            if not callable(whole):
-                part = np.ascontiguousarray(whole[index])
-                return part if part.dtype == np.int32 else part.astype(self.dtype, copy=False)
-            stage = index[0].start or 0
-            if stage not in slices:
-                slices.clear()
-                slices[stage] = whole(stage)
-            return slices[stage][index[1:]].astype(self.dtype, copy=False)[None]
+            if str(index) not in parts:
+                parts.clear()
+                part = whole(index) if callable(whole) else np.ascontiguousarray(whole[index])
+                parts[str(index)] = part.astype(like.dtype, copy=False)
+            return parts[str(index)]
 
-        return jax.make_array_from_callback(shape, NamedSharding(self.placement.mesh, spec), shard)
+        return jax.make_array_from_callback(like.shape, NamedSharding(self.placement.mesh, spec), shard)
+
+
+class _LeafReader:
+    """Reads parts of one leaf. A leaf that is stored whole is read once for all devices that share it."""
+
+    def __init__(self, leaf: Leaf, read: Read, names: frozenset[str]):
+        self._leaf, self._read, self._names = leaf, read, names
+        self._last: tuple[str, np.ndarray] | None = None
+
+    def part(self, prefix: str, index: tuple[slice, ...]) -> np.ndarray:
+        """This part of the leaf; of experts that are stored one by one, only those are read."""
+        leaf = self._leaf
+        if leaf.chosen(prefix, self._names).by_index:
+            first = range(*index[0].indices(leaf.shape[0]))
+            return leaf.read(self._read, prefix, self._names, first)[(slice(None), *index[1:])]
+        if self._last is None or self._last[0] != prefix:
+            self._last = prefix, leaf.read(self._read, prefix, self._names)
+        return self._last[1][index]
 
 
 def _padded_rows(rows: np.ndarray, count: int) -> np.ndarray:

@@ -14,7 +14,8 @@ from mtp_jax.config import ModelConfig, RopeScaling
 from mtp_jax.errors import CheckpointError
 from mtp_jax.loading.gguf_blocks import PLAIN_DTYPES, dequantize, row_bytes
 from mtp_jax.loading.gguf_header import TensorEntry, parse_header
-from mtp_jax.loading.source import MAX_LAYERS, check_shapes, count_text, expected_shapes
+from mtp_jax.loading.source import MAX_LAYERS, check_shapes, count_text
+from mtp_jax.models.registry import expected_tensors
 from mtp_jax.text import Tokenizer
 from mtp_jax.text.from_gguf import tokenizer_from_gguf
 
@@ -87,7 +88,7 @@ class GGUFFile:
         self._entries = {hf_name(n): e for n, e in self._raw_entries.items() if n != _ROPE_FREQS}
         self.config = self._config()
         found = {name: entry.shape for name, entry in self._entries.items()}
-        check_shapes(self.path.name, expected_shapes(self.config), found)
+        check_shapes(self.path.name, expected_tensors(self.config), found)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._tokenizer: Tokenizer | None = None
         self._lock = threading.Lock()

@@ -1,82 +1,17 @@
 """`config.json` of Hugging Face directories as a `ModelConfig`."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from mtp_jax.config import ModelConfig, RopeScaling
-from mtp_jax.errors import CheckpointError
+from mtp_jax.loading.hf_fields import Fields, read_json
+from mtp_jax.loading.hf_parts import experts_config, indexer_config, latent_config
 from mtp_jax.loading.source import MAX_LAYERS
+from mtp_jax.models.registry import FAMILIES
 
-MODEL_TYPES = ("llama", "qwen2", "mimo")
-_HUGE = 1e30  # JSON has integers that no float holds, and Python reads Infinity
 _BIASED = ("qwen2", "mimo")  # q, k and v have biases whatever the configuration says
-
-
-class _Fields:
-    """Typed look-ups in a JSON object whose errors name file and field."""
-
-    def __init__(self, where: str, values: Mapping[str, object]):
-        self.where, self.values = where, values
-
-    def fail(self, key: str, legal: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {key}", self.values.get(key), legal)
-
-    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            bound = f" and at most {most}" if isinstance(value, int) and value > most else ""
-            raise self.fail(key, f"an integer of at least {least}{bound}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _HUGE:
-            raise self.fail(key, "a number above 0")
-        return float(value)
-
-    def ids(self, key: str) -> tuple[int, ...]:
-        """Token ids: absent, null, one or several."""
-        value = self.values.get(key)
-        several = value if isinstance(value, list) else [] if value is None else [value]
-        ids = tuple(one for one in several if isinstance(one, int) and not isinstance(one, bool))
-        if len(ids) < len(several):
-            raise self.fail(key, "a token id or a list of them")
-        return ids
-
-    def must_be(self, key: str, legal: tuple[object, ...]) -> None:
-        """Refuses features that we would silently leave out."""
-        if key in self.values and self.values[key] not in legal:
-            raise self.fail(key, " or ".join(repr(one) for one in legal))
-
-    def mapping(self, key: str) -> "_Fields":
-        value = self.values.get(key) or {}
-        if not isinstance(value, dict):
-            raise self.fail(key, "an object")
-        return _Fields(f"{self.where}: {key}", value)
-
-    def _get(self, key: str, default: object) -> object:
-        value = self.values.get(key)
-        return default if value is None else value
-
-
-def read_json(path: Path) -> Mapping[str, object]:
-    """A JSON object from a file.
-
-    Raises:
-      CheckpointError: no such file, or no JSON object in it.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(str(path), "no such file", "a model directory with this file") from error
-    except OSError as error:
-        raise CheckpointError(str(path), error.strerror, "a readable file") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(str(path), f"unreadable ({error})", "JSON") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(str(path), type(value).__name__, "a JSON object")
-    return value
+_LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+_INDEXED = ("deepseek_v32", "glm_moe_dsa")
+_EXPERTS = (*_LATENT, "glm4_moe")
 
 
 def config_from_directory(directory: Path) -> ModelConfig:
@@ -85,12 +20,12 @@ def config_from_directory(directory: Path) -> ModelConfig:
     Raises:
       CheckpointError: names the field; unsupported model type or feature, or a value out of range.
     """
-    fields = _Fields("config.json", read_json(directory / "config.json"))
+    fields = Fields("config.json", read_json(directory / "config.json"))
     generation = directory / "generation_config.json"
-    extra = _Fields(generation.name, read_json(generation) if generation.is_file() else {})
+    extra = Fields(generation.name, read_json(generation) if generation.is_file() else {})
     model_type = fields.values.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise fields.fail("model_type", "one of " + ", ".join(MODEL_TYPES))
+    if model_type not in FAMILIES:
+        raise fields.fail("model_type", "one of " + ", ".join(FAMILIES))
     _refuse_features(fields)
     heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads = fields.integer("num_key_value_heads", heads)
@@ -101,11 +36,13 @@ def config_from_directory(directory: Path) -> ModelConfig:
     head_dim = fields.integer("head_dim", width // heads)
     if head_dim % 2:
         raise fields.fail("head_dim", "an even number")
+    layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    latent = latent_config(fields) if model_type in _LATENT else None
     return ModelConfig(
         model_type=str(model_type),
         vocab_size=fields.integer("vocab_size"),
         hidden_size=width,
-        num_hidden_layers=fields.integer("num_hidden_layers", most=MAX_LAYERS),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -115,30 +52,50 @@ def config_from_directory(directory: Path) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
         tie_word_embeddings=bool(fields.values.get("tie_word_embeddings", False)),
-        attention_bias=model_type in _BIASED,
+        attention_bias=model_type in _BIASED or (model_type == "glm4_moe" and fields.flag("attention_bias")),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, least=0, most=MAX_LAYERS),
         eos_token_ids=tuple(dict.fromkeys(fields.ids("eos_token_id") + extra.ids("eos_token_id"))),
+        rotary_dim=_rotary_dim(fields, head_dim),
+        qk_norm=fields.flag("use_qk_norm"),
+        latent=latent,
+        indexer=indexer_config(fields, layers, str(model_type)) if model_type in _INDEXED else None,
+        experts=experts_config(fields, layers) if model_type in _EXPERTS else None,
     )
 
 
-def _refuse_features(fields: _Fields) -> None:
+def _refuse_features(fields: Fields) -> None:
     fields.must_be("hidden_act", ("silu",))
     fields.must_be("mlp_bias", (False, None))
     fields.must_be("use_sliding_window", (False, None))
-    fields.must_be("partial_rotary_factor", (1, None))
     fields.must_be("quantization_config", (None,))
-    if fields.values["model_type"] == "llama":
+    model_type = fields.values["model_type"]
+    if model_type != "glm4_moe":
+        fields.must_be("partial_rotary_factor", (1, None))
+        fields.must_be("use_qk_norm", (False, None))
+    if model_type == "llama" or model_type in _LATENT:
         fields.must_be("attention_bias", (False, None))  # Llama's would bias the output projection too
 
 
-def _rope_theta(fields: _Fields) -> float:
+def _rotary_dim(fields: Fields, head_dim: int) -> int | None:
+    """How many features of a head are rotated; None: all."""
+    newer = fields.mapping("rope_parameters")
+    if fields.values["model_type"] != "glm4_moe":
+        newer.must_be("partial_rotary_factor", (1, None))
+        return None
+    factor = newer.number("partial_rotary_factor", fields.number("partial_rotary_factor", 0.5))
+    rotated = int(head_dim * factor)
+    if factor > 1 or rotated % 2 or not rotated:
+        raise fields.fail("partial_rotary_factor", f"a share of head_dim, {head_dim}, that is an even number")
+    return None if rotated == head_dim else rotated
+
+
+def _rope_theta(fields: Fields) -> float:
     """`rope_theta`, or the same inside the newer `rope_parameters`."""
     newer = fields.mapping("rope_parameters")
-    newer.must_be("partial_rotary_factor", (1, None))
     return newer.number("rope_theta", fields.number("rope_theta", 10000.0))
 
 
-def _rope_scaling(fields: _Fields) -> RopeScaling | None:
+def _rope_scaling(fields: Fields) -> RopeScaling | None:
     """`rope_scaling`, or the newer `rope_parameters`; the kind is `rope_type` or the older `type`."""
     key = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
     scaling = fields.mapping(key)
@@ -157,4 +114,15 @@ def _rope_scaling(fields: _Fields) -> RopeScaling | None:
                 scaling.number("high_freq_factor"),
                 scaling.integer("original_max_position_embeddings", original),
             )
-    raise scaling.fail(name, "default, linear or llama3")
+        case "yarn" if fields.values["model_type"] in _LATENT:
+            original = fields.integer("max_position_embeddings", 4096)
+            return RopeScaling(
+                "yarn",
+                scaling.number("factor"),
+                original_max_position=scaling.integer("original_max_position_embeddings", original),
+                beta_fast=scaling.number("beta_fast", 32.0),
+                beta_slow=scaling.number("beta_slow", 1.0),
+                mscale=scaling.number("mscale", 1.0),
+                mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
+            )
+    raise scaling.fail(name, "default, linear or llama3; yarn with latent attention")

@@ -15,13 +15,13 @@ from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError, InvalidValueError
 from mtp_jax.loading.fingerprint import target_fingerprint
 from mtp_jax.loading.safetensors_dir import MTP_HEAD_FILE, TensorFiles
-from mtp_jax.loading.source import WeightSource, check_shapes, mtp_shapes
+from mtp_jax.loading.source import WeightSource, check_shapes
+from mtp_jax.models.registry import mtp_prefix, mtp_tensors
 
 log = logging.getLogger(__name__)
 
 DRAFT_VOCAB_IDS = "draft_vocab_ids"
 SHIPPED = Path(__file__).resolve().parents[1] / "heads"
-_IDS_NAME = f"model.mtp_layers.0.{DRAFT_VOCAB_IDS}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +54,16 @@ def open_mtp_head(path: Path, config: ModelConfig) -> MTPHead:
     """
     tensors = TensorFiles([path])
     shapes = tensors.shapes
-    ids_shape = shapes.pop(_IDS_NAME, None)
-    check_shapes(path.name, mtp_shapes(config), shapes)
+    ids_name = mtp_prefix(config) + DRAFT_VOCAB_IDS
+    ids_shape = shapes.pop(ids_name, None)
+    check_shapes(path.name, mtp_tensors(config), shapes)
     if ids_shape is None:
         return MTPHead(path, tensors, None)
-    ids = tensors.read(_IDS_NAME)
+    ids = tensors.read(ids_name)
     ok = ids.dtype == np.int32 and ids.ndim == 1 and ids.size > 0
     if not (ok and ids[0] >= 0 and ids[-1] < config.vocab_size and (np.diff(ids) > 0).all()):
         legal = f"ascending int32 ids below the vocabulary's {config.vocab_size}"
-        raise CheckpointError(f"{path.name}: {_IDS_NAME}", f"{ids.dtype} {list(ids_shape)}", legal)
+        raise CheckpointError(f"{path.name}: {ids_name}", f"{ids.dtype} {list(ids_shape)}", legal)
     return MTPHead(path, tensors, int(ids.size))
 
 

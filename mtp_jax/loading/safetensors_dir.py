@@ -1,5 +1,7 @@
 """Hugging Face directories of safetensors as a `WeightSource`."""
 
+import dataclasses
+import logging
 import math
 import threading
 from collections.abc import Iterable
@@ -10,10 +12,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mtp_jax.errors import CheckpointError
-from mtp_jax.loading.hf_config import config_from_directory, read_json
-from mtp_jax.loading.source import check_shapes, count_text, expected_shapes
+from mtp_jax.loading.hf_config import config_from_directory
+from mtp_jax.loading.hf_fields import read_json
+from mtp_jax.loading.source import check_shapes, count_text
+from mtp_jax.models.registry import expected_tensors, mtp_prefix, optional_tensors
 from mtp_jax.text import Tokenizer
 from mtp_jax.text.from_hf import tokenizer_from_directory
+
+log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 MTP_HEAD_FILE = "mtp_head.safetensors"  # a head beside the target's weights, and none of them
@@ -109,7 +115,8 @@ class SafetensorsDir(TensorFiles):
         self._check_index()
         self.drop([name for name in self.names() if self._is_unused(name)])
         self._check_mtp()
-        check_shapes(self.directory.name, expected_shapes(self.config), self.shapes)
+        expected = expected_tensors(self.config, self.names())
+        check_shapes(self.directory.name, expected, self.shapes, optional_tensors(self.config))
         self._tokenizer: Tokenizer | None = None
         self._lock = threading.Lock()
 
@@ -143,10 +150,14 @@ class SafetensorsDir(TensorFiles):
 
     def _check_mtp(self) -> None:
         modules = self.config.num_nextn_predict_layers
-        stored = {name.split(".")[2] for name in self.names() if name.startswith("model.mtp_layers.")}
-        if len(stored) != modules:
-            legal = f"{len(stored)}, the number of MTP modules (model.mtp_layers.*) among the weights"
+        prefix = mtp_prefix(self.config)
+        stored = any(name.startswith(prefix) for name in self.names())
+        if stored and not modules:
+            legal = f"1, for there is an MTP module ({prefix}*) among the weights"
             raise CheckpointError("config.json: num_nextn_predict_layers", modules, legal)
+        if modules and not stored:
+            log.warning("%s has no MTP weights (%s*), though config.json says so", self.directory, prefix)
+            self.config = dataclasses.replace(self.config, num_nextn_predict_layers=0)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -9,12 +9,11 @@ gradient, so only the engine asks for them.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import math
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from mtp_jax.config import ModelConfig, RopeScaling
 from pallas_kernels import few_rows
@@ -31,6 +30,10 @@ class SumOver:
         """Whether weights are whole here: then the sum says so to shard_map, and does nothing."""
         return all(jax.lax.axis_size(axis) == 1 for axis in self.axes)
 
+    def index(self) -> jax.Array:
+        """This device's number among them, int32."""
+        return jax.lax.axis_index(self.axes) if self.axes else jnp.int32(0)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, self.axes) if self.axes else x
 
@@ -38,18 +41,70 @@ class SumOver:
 UNSPLIT = SumOver()
 
 
-class Attend(Protocol):
-    """Writes this layer's new keys and values to its cache and attends over it.
+Cache = tuple[jax.Array, ...]  # one layer's caches, as `caches` of its module describes them
+Rope = tuple[jax.Array, jax.Array]  # cosines and sines of `rope_tables`
 
-    Takes qkv [M, G, Q + 2, H] as `norm_qkv_rope` returns it and the cache; returns ([M, G, Q, H], the new
-    cache).
+
+class Attend(Protocol):
+    """The caches' owner: writes a layer's new rows and attends over what the rows may see."""
+
+    def grouped(self, qkv: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Grouped-query attention.
+
+        Takes qkv [M, G, Q + 2, H] as `norm_qkv_rope` returns it and (keys, values), each [P, page, G, H];
+        returns ([M, G, Q, H], the new cache).
+        """
+        ...
+
+    def latent(
+        self,
+        q: jax.Array,
+        row: jax.Array,
+        cache: jax.Array,
+        scale: float,
+        width: int,
+        indices: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Multi-query attention over latent rows, whose first R = `width` features are also the values.
+
+        Takes q [M, N, R + Hr], the tokens' own rows [M, R + Hr], the cache [P, page, R + Hr] and, where
+        attention is sparse, positions [M, J] (-1: none); returns ([M, N, R], the new cache).
+        """
+        ...
+
+    def select(
+        self, q: jax.Array, weights: jax.Array, key: jax.Array, cache: jax.Array, topk: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """The `topk` positions with the best indexer scores, sum over heads of weight * relu(q . key).
+
+        Takes q [M, I, H], weights [M, I] fp32, the tokens' own keys [M, H] and the cache [P, page, H];
+        returns (positions [M, topk], -1 where a token sees fewer, and the new cache).
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheRows:
+    """One cache array of a layer: a row of this shape for each token, split along these logical axes."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """What a layer gets from whoever runs it.
+
+    `sum_*` add partial products over the devices that share a layer's weights.
     """
 
-    def __call__(self, qkv: jax.Array, cache: "KVCache") -> tuple[jax.Array, "KVCache"]: ...
-
-
-KVCache = tuple[jax.Array, jax.Array]  # keys and values, each [P, page_size, G, H]
-Rope = tuple[jax.Array, jax.Array]  # cosines and sines of `rope_tables`
+    rope: Rope
+    attend: Attend
+    sum_attention: SumOver = UNSPLIT
+    sum_ffn: SumOver = UNSPLIT
+    sum_experts: SumOver = UNSPLIT
+    kernels: bool = False
+    reuse_indices: bool = False  # a layer with an indexer takes the positions it is given all the same
 
 
 CPU_CACHE_BYTES = 2**24  # a matrix up to this size is still in the last cache when the next row wants it
@@ -80,6 +135,12 @@ def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) 
     return out.reshape(x.shape[0], *weight.shape[:-1])
 
 
+def product(equation: str, *operands: jax.Array) -> jax.Array:
+    """An einsum, fp32 in full precision on every platform."""
+    precision = jax.lax.Precision.HIGHEST if operands[0].dtype == jnp.float32 else None
+    return jnp.einsum(equation, *operands, precision=precision)
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis: normalised in fp32, cast, then scaled (Llama's order)."""
     wide = x.astype(jnp.float32)
@@ -87,32 +148,69 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return wide.astype(x.dtype) * weight
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
-    """Rotation speed of each of the H/2 planes, radians a position, fp32."""
-    speeds = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
+    """Rotation speed of each of the `width` / 2 planes, radians a position, fp32."""
+    speeds = 1.0 / theta ** (jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     if scaling is None:
         return speeds
     if scaling.kind == "linear":
         return speeds / scaling.factor
-    # llama3: long waves are stretched, short ones kept, and a linear blend lies between.
-    turns = scaling.original_max_position * speeds / (2 * jnp.pi)
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    if scaling.kind == "llama3":
+        # Long waves are stretched, short ones kept, and a linear blend lies between.
+        turns = scaling.original_max_position * speeds / (2 * jnp.pi)
+        blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    else:
+        # YaRN: the blend is linear in the plane's number, between the planes with these many turns.
+        first, last = (
+            _plane(turns, width, theta, scaling) for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), width - 1)
+        blend = 1 - (jnp.arange(width // 2, dtype=jnp.float32) - first) / max(last - first, 0.001)
     blend = jnp.clip(blend, 0.0, 1.0)
     return blend * speeds + (1 - blend) * speeds / scaling.factor
 
 
+def _plane(turns: float, width: int, theta: float, scaling: RopeScaling) -> float:
+    """Number of the plane that turns so often over the original context."""
+    wave = scaling.original_max_position / (turns * 2 * math.pi)
+    return width * math.log(wave) / (2 * math.log(theta))
+
+
 def rope_tables(positions: jax.Array, config: ModelConfig) -> Rope:
-    """Cosines and sines, each [M, H/2] fp32, for token positions [M]."""
-    speeds = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    """Cosines and sines, each [M, rotated / 2] fp32, for token positions [M]."""
+    width = config.rotary_dim or config.head_dim
+    if config.latent is not None:
+        width = config.latent.rope_dim
+    speeds = rope_frequencies(width, config.rope_theta, config.rope_scaling)
     angles = positions.astype(jnp.float32)[:, None] * speeds
-    return jnp.cos(angles), jnp.sin(angles)
+    stretch = _rope_stretch(config.rope_scaling)
+    return jnp.cos(angles) * stretch, jnp.sin(angles) * stretch
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """YaRN's correction of attention's magnitude for a context that is `factor` times longer."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _rope_stretch(scaling: RopeScaling | None) -> float:
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return yarn_magnitude(scaling.factor, scaling.mscale) / yarn_magnitude(
+        scaling.factor, scaling.mscale_all_dim
+    )
 
 
 def apply_rope(x: jax.Array, tables: Rope) -> jax.Array:
-    """Rotates x [M, ..., H] in half-split layout (plane i pairs features i and i + H/2), in fp32."""
+    """Rotates the first features of x [M, ..., H], as many as the tables have, in fp32.
+
+    Half-split layout: of r rotated features, plane i pairs i and i + r / 2.
+    """
     cos, sin = (t.reshape(t.shape[0], *(1,) * (x.ndim - 2), t.shape[1]) for t in tables)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    wide = x[..., : 2 * half].astype(jnp.float32)
+    low, high = wide[..., :half], wide[..., half:]
+    rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    return rotated if 2 * half == x.shape[-1] else jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)
 
 
 def norm_qkv_rope(
@@ -156,45 +254,3 @@ def project_add(
         with contextlib.suppress(few_rows.NotHereError):
             return reduce(few_rows.project_add(x, weight, residual))
     return residual + reduce(linear(x, weight))
-
-
-class DecoderLayer(nnx.Module):
-    """Pre-norm decoder layer: grouped-query attention and SwiGLU (Llama, Qwen2, MiMo).
-
-    q, k and v are one product, grouped by KV head so that a shard of G is contiguous; so are gate and up.
-    """
-
-    def __init__(
-        self, config: ModelConfig, dtype: jnp.dtype, make: Callable[[tuple[int, ...], jnp.dtype], jax.Array]
-    ):
-        d, h, g, f = config.hidden_size, config.head_dim, config.num_key_value_heads, config.intermediate_size
-        q = config.num_attention_heads // g
-        self.eps = config.rms_norm_eps
-        self.input_norm = nnx.Param(make((d,), dtype))
-        self.qkv = nnx.Param(make((g, q + 2, h, d), dtype))
-        self.qkv_bias = nnx.Param(make((g, q + 2, h), dtype)) if config.attention_bias else None
-        self.o = nnx.Param(make((d, g, q, h), dtype))
-        self.post_norm = nnx.Param(make((d,), dtype))
-        self.gate_up = nnx.Param(make((2, f, d), dtype))
-        self.down = nnx.Param(make((d, f), dtype))
-
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: KVCache,
-        rope: Rope,
-        attend: Attend,
-        reduce_attention: SumOver = UNSPLIT,
-        reduce_ffn: SumOver = UNSPLIT,
-        kernels: bool = False,
-    ) -> tuple[jax.Array, KVCache]:
-        """x [M, D] -> ([M, D], cache). `reduce_*` sums partial products over the devices that share them."""
-        with jax.named_scope("attention"):
-            bias = None if self.qkv_bias is None else self.qkv_bias[...]
-            qkv = norm_qkv_rope(x, self.input_norm[...], self.qkv[...], bias, rope, self.eps, kernels)
-            mixed, cache = attend(qkv, cache)
-            mixed, o = mixed.reshape(x.shape[0], -1), self.o[...].reshape(x.shape[1], -1)
-            x = project_add(mixed, o, x, reduce_attention, kernels)
-        with jax.named_scope("ffn"):
-            act = norm_swiglu(x, self.post_norm[...], self.gate_up[...], self.eps, kernels)
-            return project_add(act, self.down[...], x, reduce_ffn, kernels), cache

@@ -1,49 +1,68 @@
-"""MiMo's multi-token-prediction module: two norms, a projection, one decoder layer, a final norm.
+"""Multi-token-prediction modules: two norms, a projection, one decoder layer, a final norm.
 
-For position p it takes the target's hidden state h_p (after the target's final norm) and the next
+For position p a module takes the target's hidden state h_p (after the target's final norm) and the next
 token's embedding E[t_{p+1}], and its output, through the target's own LM head, predicts t_{p+2}.
-The projection takes [hidden | embedding] in this order (MiMo; DeepSeek's is the reverse).
-Embedding and LM head are the target's, handed in, and are never stored twice.
+Embedding and LM head are the target's, handed in, and are never stored twice: checkpoints that repeat them
+beside the module (DeepSeek) repeat the same numbers.
 vLLM zeroes the embedding at position 0; the published modelling code does not, and neither do we.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.models.layers import UNSPLIT, Attend, DecoderLayer, KVCache, Rope, SumOver, linear, rms_norm
+from mtp_jax.models.block import DecoderLayer, LayerKind, layer_leaves
+from mtp_jax.models.layers import Around, Cache, linear, rms_norm
+from mtp_jax.models.leaves import Leaf, Make, inside, plain, reordered
+
+# The engine's name of each logical axis where the weights are the MTP module's: these are spread over the
+# head's devices, not over those of one stage.
+_HEAD_AXES = {"kv_heads": "mtp_kv_heads", "heads": "mtp_heads", "ffn": "mtp_ffn", "experts": "mtp_experts"}
 
 
-class MimoMTP(nnx.Module):
+@dataclasses.dataclass(frozen=True)
+class MTPNames:
+    """How checkpoints of a family name an MTP module's own tensors."""
+
+    hidden_norm: str
+    token_norm: str
+    projection: str
+    final_norm: str
+    layer: str  # prefix of the decoder layer inside the module
+    hidden_first: bool  # columns of the projection: [hidden | embedding], or the reverse
+
+
+MIMO = MTPNames("hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm", "", True)
+DEEPSEEK = MTPNames("hnorm", "enorm", "eh_proj", "shared_head.norm", "", False)
+
+
+class MTPModule(nnx.Module):
     """One MTP module; recycling its own output predicts further tokens (drafts 2, 3, ...)."""
 
-    def __init__(
-        self, config: ModelConfig, dtype: jnp.dtype, make: Callable[[tuple[int, ...], jnp.dtype], jax.Array]
-    ):
+    def __init__(self, config: ModelConfig, kind: LayerKind, dtype: jnp.dtype, make: Make):
         d = config.hidden_size
         self.eps = config.rms_norm_eps
         self.hidden_norm = nnx.Param(make((d,), dtype))
         self.token_norm = nnx.Param(make((d,), dtype))
         self.input_proj = nnx.Param(make((d, 2 * d), dtype))
-        self.layer = DecoderLayer(config, dtype, make)
+        self.layer = DecoderLayer(config, kind, dtype, make)
         self.final_norm = nnx.Param(make((d,), dtype))
 
     def __call__(
         self,
         hidden: jax.Array,
         embedding: jax.Array,
-        cache: KVCache,
-        rope: Rope,
-        attend: Attend,
+        indices: jax.Array | None,
+        cache: Cache,
+        around: Around,
         gather_proj: Callable[[jax.Array], jax.Array] | None = None,
-        reduce_attention: SumOver = UNSPLIT,
-        reduce_ffn: SumOver = UNSPLIT,
-        kernels: bool = False,
-    ) -> tuple[jax.Array, KVCache]:
-        """hidden [M, D], embedding [M, D] -> (post-norm output [M, D], cache).
+    ) -> tuple[jax.Array, jax.Array | None, Cache]:
+        """hidden [M, D], embedding [M, D] -> (post-norm output [M, D], positions attended to, cache).
 
         The output is both what the LM head takes and the `hidden` of the next draft step.
         """
@@ -54,5 +73,33 @@ class MimoMTP(nnx.Module):
             ]
             x = linear(jnp.concatenate(normed, axis=-1), self.input_proj[...])
             x = x if gather_proj is None else gather_proj(x)
-            x, cache = self.layer(x, cache, rope, attend, reduce_attention, reduce_ffn, kernels)
-            return rms_norm(x, self.final_norm[...], self.eps), cache
+            x, indices, cache = self.layer(x, indices, cache, around)
+            return rms_norm(x, self.final_norm[...], self.eps), indices, cache
+
+
+def mtp_leaves(config: ModelConfig, kind: LayerKind, names: MTPNames) -> tuple[Leaf, ...]:
+    """The weights of a module; its projection takes [hidden | embedding] in the engine."""
+    d = config.hidden_size
+
+    def norm(path: str, name: str) -> Leaf:
+        return plain(path, (d,), (None,), f"{name}.weight")
+
+    order = np.arange(2 * d) if names.hidden_first else np.roll(np.arange(2 * d), d)
+    projection = reordered(f"{names.projection}.weight", (d, 2 * d), (d, 2 * d), 1, order)
+    own = (
+        norm("hidden_norm", names.hidden_norm),
+        norm("token_norm", names.token_norm),
+        Leaf(("input_proj",), (d, 2 * d), ("mtp_out", None), (projection,)),
+        norm("final_norm", names.final_norm),
+    )
+    inner = tuple(_on_head_devices(leaf, names.layer) for leaf in layer_leaves(config, kind))
+    return own + inside("layer", inner)
+
+
+def _on_head_devices(leaf: Leaf, prefix: str) -> Leaf:
+    axes = tuple(_HEAD_AXES.get(axis, axis) if axis else None for axis in leaf.axes)
+    stored = tuple(
+        dataclasses.replace(way, tensors=tuple((prefix + name, shape) for name, shape in way.tensors))
+        for way in leaf.stored
+    )
+    return dataclasses.replace(leaf, axes=axes, stored=stored)

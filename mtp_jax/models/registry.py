@@ -1,118 +1,150 @@
-"""Families by `model_type`: which modules run them, and how checkpoint tensors become their leaves."""
+"""Families by `model_type`: which layers run them, and how their checkpoints name things."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import InvalidValueError
-from mtp_jax.models.layers import DecoderLayer
-from mtp_jax.models.mtp import MimoMTP
+from mtp_jax.models.block import DecoderLayer, LayerKind, layer_caches, layer_leaves
+from mtp_jax.models.layers import CacheRows
+from mtp_jax.models.leaves import Leaf, Shape, abstract, structure
+from mtp_jax.models.mtp import DEEPSEEK, MIMO, MTPModule, MTPNames, mtp_leaves
 
-Read = Callable[[str], np.ndarray]
+EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One weight of a module: its path there, its shape, and the logical axes of the placement table."""
+class Family:
+    """What the registry knows of a `model_type`."""
 
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    read: Callable[[Read, str], np.ndarray]  # (tensor reader, name prefix) -> the whole leaf
+    mtp_names: MTPNames
+    mtp_prefix: Callable[[ModelConfig], str]  # of the MTP module's tensors
+    repeats: tuple[str, ...] = ()  # tensors beside the module that repeat the target's; may be there or not
 
 
-SUPPORTED = ("llama", "mimo", "qwen2")
+_MIMO = Family(MIMO, lambda config: "model.mtp_layers.0.")
+_DEEPSEEK = Family(
+    DEEPSEEK,
+    lambda config: f"model.layers.{config.num_hidden_layers}.",
+    ("embed_tokens.weight", "shared_head.head.weight"),
+)
+FAMILIES: dict[str, Family] = {
+    "llama": _MIMO,
+    "qwen2": _MIMO,
+    "mimo": _MIMO,
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK,
+    "glm4_moe": _DEEPSEEK,
+    "glm_moe_dsa": _DEEPSEEK,
+}
 
 
 def check_supported(config: ModelConfig) -> None:
     """Raises InvalidValueError where no family here runs the model."""
-    if config.model_type not in SUPPORTED:
-        raise InvalidValueError("config.json: model_type", config.model_type, " or ".join(SUPPORTED))
+    if config.model_type not in FAMILIES:
+        raise InvalidValueError("config.json: model_type", config.model_type, " or ".join(FAMILIES))
 
 
-def make_layer(config: ModelConfig, dtype: jnp.dtype) -> nnx.GraphDef[DecoderLayer]:
-    """The trunk layer's structure, without arrays."""
-    return _structure(lambda: DecoderLayer(config, dtype, _abstract))
+def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
+    """The kind of each trunk layer."""
+    return tuple(_kind(config, layer) for layer in range(config.num_hidden_layers))
 
 
-def make_mtp(config: ModelConfig, dtype: jnp.dtype) -> nnx.GraphDef[MimoMTP]:
+def mtp_kind(config: ModelConfig) -> LayerKind:
+    """The kind of the MTP module's layer: as the last of the trunk, with an indexer of its own."""
+    last = _kind(config, config.num_hidden_layers - 1)
+    return last if config.indexer is None else dataclasses.replace(last, attention="indexed")
+
+
+def _kind(config: ModelConfig, layer: int) -> LayerKind:
+    ffn = "experts" if config.experts is not None and config.experts.sparse[layer] else "dense"
+    if config.latent is None:
+        return LayerKind("grouped", ffn)
+    indexed = config.indexer is not None and config.indexer.owners[layer]
+    return LayerKind("indexed" if indexed else "latent", ffn)
+
+
+def layer_sizes(config: ModelConfig) -> tuple[float, ...]:
+    """Weights of each trunk layer, in elements: what a stage reads of it at every tick, and keeps."""
+    kinds = layer_kinds(config)
+    sizes = {
+        kind: float(sum(math.prod(leaf.shape) for leaf in layer_leaves(config, kind)))
+        for kind in dict.fromkeys(kinds)
+    }
+    return tuple(sizes[kind] for kind in kinds)
+
+
+def make_layer(config: ModelConfig, kind: LayerKind, dtype: jnp.dtype) -> nnx.GraphDef[DecoderLayer]:
+    """A trunk layer's structure, without arrays."""
+    return structure(lambda: DecoderLayer(config, kind, dtype, abstract))
+
+
+def make_mtp(config: ModelConfig, dtype: jnp.dtype) -> nnx.GraphDef[MTPModule]:
     """The MTP module's structure, without arrays."""
-    return _structure(lambda: MimoMTP(config, dtype, _abstract))
+    return structure(lambda: MTPModule(config, mtp_kind(config), dtype, abstract))
 
 
-def _abstract(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return jnp.zeros(shape, dtype)
+def mtp_table(config: ModelConfig) -> tuple[Leaf, ...]:
+    """Leaves of the MTP module."""
+    return mtp_leaves(config, mtp_kind(config), FAMILIES[config.model_type].mtp_names)
 
 
-def _structure[M: nnx.Module](build: Callable[[], M]) -> nnx.GraphDef[M]:
-    graphdef, _ = nnx.split(nnx.eval_shape(build, graph=False), graph=False)
-    return graphdef
+def mtp_prefix(config: ModelConfig) -> str:
+    """What the MTP module's tensors are called in front."""
+    return FAMILIES[config.model_type].mtp_prefix(config)
 
 
-def layer_leaves(config: ModelConfig, *, kv_heads: str, ffn: str) -> tuple[Leaf, ...]:
-    """Leaves of a `DecoderLayer`; `kv_heads` and `ffn` name the logical axes they are split along."""
-    d, h, g, f = config.hidden_size, config.head_dim, config.num_key_value_heads, config.intermediate_size
-    q = config.num_attention_heads // g
-
-    def qkv(read: Read, prefix: str, kind: str) -> np.ndarray:
-        parts = [read(f"{prefix}self_attn.{name}_proj.{kind}") for name in "qkv"]
-        tail = parts[0].shape[1:]
-        grouped = [part.reshape(g, -1, h, *tail) for part in parts]
-        return np.concatenate(grouped, axis=1)
-
-    def whole(name: str, shape: tuple[int, ...]) -> Callable[[Read, str], np.ndarray]:
-        return lambda read, prefix: read(prefix + name).reshape(shape)
-
-    leaves = [
-        Leaf(("input_norm",), (d,), (None,), whole("input_layernorm.weight", (d,))),
-        Leaf(("qkv",), (g, q + 2, h, d), (kv_heads, None, None, None), lambda r, p: qkv(r, p, "weight")),
-        Leaf(
-            ("o",), (d, g, q, h), (None, kv_heads, None, None), whole("self_attn.o_proj.weight", (d, g, q, h))
-        ),
-        Leaf(("post_norm",), (d,), (None,), whole("post_attention_layernorm.weight", (d,))),
-        Leaf(
-            ("gate_up",),
-            (2, f, d),
-            (None, ffn, None),
-            lambda r, p: np.stack([r(f"{p}mlp.gate_proj.weight"), r(f"{p}mlp.up_proj.weight")]),
-        ),
-        Leaf(("down",), (d, f), (None, ffn), whole("mlp.down_proj.weight", (d, f))),
-    ]
-    if config.attention_bias:
-        bias = Leaf(("qkv_bias",), (g, q + 2, h), (kv_heads, None, None), lambda r, p: qkv(r, p, "bias"))
-        leaves.append(bias)
-    return tuple(leaves)
+def layer_prefix(layer: int) -> str:
+    """What a trunk layer's tensors are called in front."""
+    return f"model.layers.{layer}."
 
 
-def mtp_leaves(config: ModelConfig) -> tuple[Leaf, ...]:
-    """Leaves of a `MimoMTP`, named in checkpoints `model.mtp_layers.0.*`."""
-    d = config.hidden_size
-
-    def norm(name: str) -> Callable[[Read, str], np.ndarray]:
-        return lambda read, prefix: read(f"{prefix}{name}.weight")
-
-    own = (
-        Leaf(("hidden_norm",), (d,), (None,), norm("hidden_layernorm")),
-        Leaf(("token_norm",), (d,), (None,), norm("token_layernorm")),
-        Leaf(("input_proj",), (d, 2 * d), ("mtp_out", None), norm("input_proj")),
-        Leaf(("final_norm",), (d,), (None,), norm("final_layernorm")),
+def mtp_caches(config: ModelConfig) -> tuple[CacheRows, ...]:
+    """Caches of the MTP module, the same on all devices but for KV heads."""
+    axes = {"kv_heads": "mtp_kv_heads"}
+    return tuple(
+        dataclasses.replace(rows, axes=tuple(axes.get(axis or "", axis) for axis in rows.axes))
+        for rows in layer_caches(config, mtp_kind(config))
     )
-    inner = layer_leaves(config, kv_heads="mtp_kv_heads", ffn="mtp_ffn")
-    return own + tuple(dataclasses.replace(leaf, path=("layer", *leaf.path)) for leaf in inner)
 
 
-def merge[M: nnx.Module](graphdef: nnx.GraphDef[M], leaves: Iterable[Leaf], arrays: Iterable[jax.Array]) -> M:
-    """A module from its structure and its leaves' arrays, inside the jitted program."""
-    state: dict = {}
-    for leaf, array in zip(leaves, arrays, strict=True):
-        *inner, name = leaf.path
-        place = state
-        for key in inner:
-            place = place.setdefault(key, {})
-        place[name] = nnx.Param(array)
-    return nnx.merge(graphdef, state)
+def expected_tensors(config: ModelConfig, names: frozenset[str] = frozenset()) -> dict[str, Shape]:
+    """Every tensor that a model of this configuration needs, its MTP module included.
+
+    Args:
+      config: the model's.
+      names: the checkpoint's tensors: they decide where there are several ways to store something.
+    """
+    table = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, Shape] = {EMBEDDING: table, FINAL_NORM: (config.hidden_size,)}
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = table
+    for layer, kind in enumerate(layer_kinds(config)):
+        shapes |= _stored_shapes(layer_leaves(config, kind), layer_prefix(layer), names)
+    if config.num_nextn_predict_layers:
+        shapes |= mtp_tensors(config, names)
+    return shapes
+
+
+def mtp_tensors(config: ModelConfig, names: frozenset[str] = frozenset()) -> dict[str, Shape]:
+    """The tensors of the MTP module."""
+    return _stored_shapes(mtp_table(config), mtp_prefix(config), names)
+
+
+def optional_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Tensors that may be there, and repeat others: they are not read."""
+    if not config.num_nextn_predict_layers:
+        return {}
+    table = (config.vocab_size, config.hidden_size)
+    return {mtp_prefix(config) + name: table for name in FAMILIES[config.model_type].repeats}
+
+
+def _stored_shapes(leaves: tuple[Leaf, ...], prefix: str, names: frozenset[str]) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for leaf in leaves:
+        shapes |= dict(leaf.chosen(prefix, names).names(prefix, leaf.shape[0]))
+    return shapes

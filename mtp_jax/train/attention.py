@@ -11,17 +11,17 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.models.layers import KVCache, split_qkv
+from mtp_jax.errors import UnsupportedHereError
+from mtp_jax.models.layers import Cache, CacheRows, split_qkv
 from mtp_jax.train.products import product
 
 Implementation = Literal["xla", "cudnn"]
 _MASKED = -1e30  # finite, so that a row of masked scores has a gradient that is a number
 
 
-def empty_cache(rows: int, kv_heads: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
-    """The cache before the first step."""
-    nothing = jnp.zeros((0, rows, kv_heads, head_dim), dtype)
-    return nothing, nothing
+def empty_cache(caches: tuple[CacheRows, ...], rows: int, dtype: jnp.dtype) -> Cache:
+    """The caches of a layer before the first step, over `rows` token rows."""
+    return tuple(jnp.zeros((0, rows, *cache.shape), dtype) for cache in caches)
 
 
 def causal_mask(segments: jax.Array) -> jax.Array:
@@ -31,14 +31,37 @@ def causal_mask(segments: jax.Array) -> jax.Array:
     return earlier & (segments[:, :, None] == segments[:, None, :])
 
 
+class _GroupedOnly:
+    """The other kinds of attention, which the trainer does not have."""
+
+    def latent(
+        self,
+        q: jax.Array,
+        row: jax.Array,
+        cache: jax.Array,
+        scale: float,
+        width: int,
+        indices: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Attend`."""
+        raise UnsupportedHereError("training of models with latent attention is not supported yet")
+
+    def select(
+        self, q: jax.Array, weights: jax.Array, key: jax.Array, cache: jax.Array, topk: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Attend`."""
+        raise UnsupportedHereError("training of models with an indexer is not supported yet")
+
+
 @dataclasses.dataclass(frozen=True)
-class PackedAttention:
+class PackedAttention(_GroupedOnly):
     """Causal attention inside each segment of a packed row."""
 
     mask: jax.Array  # B S S, of `causal_mask`
     implementation: Implementation
 
-    def __call__(self, qkv: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def grouped(self, qkv: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """See `Attend`."""
         q, k, v = split_qkv(qkv)
         if self.implementation == "xla":
             return _attention(self.mask, q, k[None], v[None]), _append(cache, k, v)
@@ -55,7 +78,7 @@ class PackedAttention:
 
 
 @dataclasses.dataclass(frozen=True)
-class LineAttention:
+class LineAttention(_GroupedOnly):
     """Attention of draft step j >= 1, of the lines that start at every position at once.
 
     The line of base position p is at position p + j. It sees what the engine's cache holds there: step
@@ -64,14 +87,15 @@ class LineAttention:
 
     mask: jax.Array  # B S S, of `causal_mask`
 
-    def __call__(self, qkv: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def grouped(self, qkv: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """See `Attend`."""
         q, k, v = split_qkv(qkv)
-        keys, values = _append(cache, k, v)
-        return _attention(self.mask, q, keys, values), (keys, values)
+        cache = _append(cache, k, v)
+        return _attention(self.mask, q, *cache), cache
 
 
-def _append(cache: KVCache, k: jax.Array, v: jax.Array) -> KVCache:
-    return jnp.concatenate([cache[0], k[None]]), jnp.concatenate([cache[1], v[None]])
+def _append(cache: Cache, *new: jax.Array) -> Cache:
+    return tuple(jnp.concatenate([old, rows[None]]) for old, rows in zip(cache, new, strict=True))
 
 
 @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)

@@ -13,19 +13,22 @@ import optax
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import InvalidValueError
-from mtp_jax.loading.hf_config import config_from_directory, read_json
-from mtp_jax.models.registry import check_supported
+from mtp_jax.loading.hf_config import config_from_directory
+from mtp_jax.loading.hf_fields import read_json
+from mtp_jax.models.block import layer_leaves
+from mtp_jax.models.leaves import Leaf, tensors_of
+from mtp_jax.models.registry import EMBEDDING, FINAL_NORM, LM_HEAD, check_supported, layer_prefix
 from mtp_jax.text.from_hf import tokenizer_from_directory
 from mtp_jax.train.arguments import TrainOptions
 from mtp_jax.train.attention import best_implementation
 from mtp_jax.train.corpus import Corpus, Origin, Sample, ShardHeader, fingerprint, shard_paths, write_shard
-from mtp_jax.train.export import layer_tensors, mtp_tensors, save_tensors
+from mtp_jax.train.export import mtp_tensors, save_tensors
 from mtp_jax.train.initial import random_leaf, random_params
 from mtp_jax.train.joint import Joint, JointLoss
 from mtp_jax.train.launch import finish, make_setting, remember
 from mtp_jax.train.text import data_folder
 from mtp_jax.train.trainer import Outcome, Run
-from mtp_jax.train.trunk import EMBEDDING, FINAL_NORM, LM_HEAD, Target, leaf_name, trunk_leaves
+from mtp_jax.train.trunk import Target, layer_runs
 
 MODEL_FOLDER = "model"
 _TOKENIZER_FILES = (
@@ -117,22 +120,21 @@ def initial_joint(config: ModelConfig, seed: int) -> Joint:
     rng = np.random.default_rng(seed)
     depth = np.float32((2 * config.num_hidden_layers) ** -0.5)
 
-    def stack(values: list[np.ndarray], name: str) -> np.ndarray:
-        return np.stack(values) * (depth if name in ("o", "down") else np.float32(1))
+    def stack(leaf: Leaf, count: int) -> jnp.ndarray:
+        values = np.stack([random_leaf(leaf, rng) for _ in range(count)])
+        return jnp.asarray(values * (depth if leaf.path[-1] in ("o", "down") else np.float32(1)))
 
-    layers = {
-        leaf_name(leaf): stack(
-            [random_leaf(leaf, rng) for _ in range(config.num_hidden_layers)], leaf_name(leaf)
-        )
-        for leaf in trunk_leaves(config)
-    }
+    layers = tuple(
+        {leaf.name: stack(leaf, len(run)) for leaf in layer_leaves(config, kind)}
+        for kind, run in layer_runs(config)
+    )
 
     def table() -> jnp.ndarray:
         values = rng.standard_normal((config.vocab_size, config.hidden_size), dtype=np.float32)
         return jnp.asarray(values * np.float32(_ROW_SCALE))
 
     target = Target(
-        layers={name: jnp.asarray(values) for name, values in layers.items()},
+        layers=layers,
         embedding=table(),
         lm_head=None if config.tie_word_embeddings else table(),
         final_norm=jnp.ones((config.hidden_size,), jnp.float32),
@@ -147,10 +149,11 @@ def export_model(folder: Path, origin: Path, config: ModelConfig, params: Joint,
     tensors = {EMBEDDING: np.asarray(target.embedding), FINAL_NORM: np.asarray(target.final_norm)}
     if target.lm_head is not None:
         tensors[LM_HEAD] = np.asarray(target.lm_head)
-    layers = {name: np.asarray(leaf) for name, leaf in target.layers.items()}
-    for index in range(config.num_hidden_layers):
-        layer = layer_tensors(config, {name: leaf[index] for name, leaf in layers.items()})
-        tensors |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
+    for (kind, layers), stacked in zip(layer_runs(config), target.layers, strict=True):
+        host = {name: np.asarray(leaf) for name, leaf in stacked.items()}
+        for row, layer in enumerate(layers):
+            arrays = {name: leaf[row] for name, leaf in host.items()}
+            tensors |= tensors_of(layer_leaves(config, kind), arrays, layer_prefix(layer))
     tensors |= mtp_tensors(config, params.mtp)
     stored = np.dtype(np.float32) if dtype == jnp.float32 else np.dtype(ml_dtypes.bfloat16)
     save_tensors(folder / "model.safetensors", tensors, {"format": "pt"}, stored)

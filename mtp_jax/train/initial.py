@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.models.registry import Leaf, mtp_leaves
-from mtp_jax.train.trunk import Packed, Target, leaf_name, residual_stream
+from mtp_jax.models.leaves import Leaf
+from mtp_jax.models.registry import mtp_table
+from mtp_jax.train.trunk import Packed, Target, residual_stream
 from mtp_jax.train.unroll import Params
 
 Init = Literal["last-layer", "random"]
@@ -36,8 +37,8 @@ def initial_params(
         assert rows is not None
         d = config.hidden_size
         size = stream_size(config, target, rows)
-        for name, stacked in target.layers.items():
-            scale = size if name in ("o", "down") else 1.0
+        for name, stacked in target.layers[-1].items():
+            scale = size if name.endswith((".o", ".down")) else 1.0
             params[f"layer.{name}"] = stacked[-1].astype(jnp.float32) / jnp.float32(scale)
         norm = np.asarray(target.final_norm).astype(np.float32)
         params["final_norm"] = jnp.asarray(norm)
@@ -51,12 +52,13 @@ def initial_params(
 
 def random_params(config: ModelConfig, rng: np.random.Generator) -> Params:
     """fp32 leaves of an MTP module that knows nothing."""
-    return {leaf_name(leaf): jnp.asarray(random_leaf(leaf, rng)) for leaf in mtp_leaves(config)}
+    return {leaf.name: jnp.asarray(random_leaf(leaf, rng)) for leaf in mtp_table(config)}
 
 
 def stream_size(config: ModelConfig, target: Target, rows: Packed) -> float:
     """Median over `rows` [B, S] of the root mean square of what enters the target's last layer."""
-    but_last = dataclasses.replace(target, layers={name: x[:-1] for name, x in target.layers.items()})
+    *earlier, last = target.layers
+    but_last = dataclasses.replace(target, layers=(*earlier, {name: x[:-1] for name, x in last.items()}))
     stream = jax.jit(lambda target: residual_stream(config, target, rows, "xla"))(but_last)
     sizes = np.sqrt(np.mean(np.square(np.asarray(stream, np.float32)), axis=-1))
     return float(np.median(sizes[np.asarray(rows.segments) > 0]))

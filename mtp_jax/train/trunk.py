@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.models.layers import rms_norm, rope_tables
-from mtp_jax.models.registry import Leaf, Read, layer_leaves, make_layer, merge
+from mtp_jax.models.block import LayerKind, layer_caches, layer_leaves
+from mtp_jax.models.layers import Around, rms_norm, rope_tables
+from mtp_jax.models.leaves import Read, merge
+from mtp_jax.models.registry import EMBEDDING, FINAL_NORM, LM_HEAD, layer_kinds, layer_prefix, make_layer
 from mtp_jax.train.attention import Implementation, PackedAttention, causal_mask, empty_cache
-
-EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A target's weights, whole on every device. Layers are stacked, for they run in one `lax.scan`."""
+    """A target's weights, whole on every device. Runs of equal layers are stacked: each is one `lax.scan`."""
 
-    layers: dict[str, jax.Array]  # leaf name -> L ...
+    layers: tuple[dict[str, jax.Array], ...]  # per run of layers of one kind: leaf name -> its layers, ...
     embedding: jax.Array  # V D
     lm_head: jax.Array | None  # V D; None where the model ties it to the embedding
     final_norm: jax.Array  # D
@@ -43,14 +43,15 @@ class Packed:
     greedy: jax.Array  # bool: its sample was written greedily
 
 
-def leaf_name(leaf: Leaf) -> str:
-    """The name a leaf has in trees of parameters: `layer.qkv`."""
-    return ".".join(leaf.path)
-
-
-def trunk_leaves(config: ModelConfig) -> tuple[Leaf, ...]:
-    """Leaves of one trunk layer. The trainer shards data only, so their logical axes do not matter."""
-    return layer_leaves(config, kv_heads="kv_heads", ffn="ffn")
+def layer_runs(config: ModelConfig) -> tuple[tuple[LayerKind, range], ...]:
+    """Runs of consecutive layers of one kind, and which layers they are."""
+    runs: list[tuple[LayerKind, range]] = []
+    for layer, kind in enumerate(layer_kinds(config)):
+        if runs and runs[-1][0] == kind:
+            runs[-1] = kind, range(runs[-1][1].start, layer + 1)
+        else:
+            runs.append((kind, range(layer, layer + 1)))
+    return tuple(runs)
 
 
 def read_target(
@@ -64,13 +65,16 @@ def read_target(
     def array(values: np.ndarray) -> np.ndarray:
         return np.asarray(values).astype(dtype)
 
-    rows: list[dict[str, np.ndarray]] = []
-    for index in range(config.num_hidden_layers):
-        prefix = f"model.layers.{index}."
-        rows.append({leaf_name(leaf): array(leaf.read(read, prefix)) for leaf in trunk_leaves(config)})
-        report(index + 1, config.num_hidden_layers)
+    runs: list[dict[str, np.ndarray]] = []
+    for kind, layers in layer_runs(config):
+        rows: list[dict[str, np.ndarray]] = []
+        for layer in layers:
+            leaves = layer_leaves(config, kind)
+            rows.append({leaf.name: array(leaf.read(read, layer_prefix(layer))) for leaf in leaves})
+            report(layer + 1, config.num_hidden_layers)
+        runs.append({name: np.stack([row[name] for row in rows]) for name in rows[0]})
     whole = Target(
-        layers={name: np.stack([row[name] for row in rows]) for name in rows[0]},  # type: ignore[misc]
+        layers=tuple(runs),  # type: ignore[arg-type]
         embedding=array(read(EMBEDDING)),  # type: ignore[arg-type]
         lm_head=None if config.tie_word_embeddings else array(read(LM_HEAD)),  # type: ignore[arg-type]
         final_norm=array(read(FINAL_NORM)),  # type: ignore[arg-type]
@@ -86,19 +90,28 @@ def residual_stream(
     `remat` computes each layer again for the gradient (for targets that are trained).
     """
     b, s = rows.tokens.shape
-    leaves, graphdef = trunk_leaves(config), make_layer(config, target.embedding.dtype)
     x = target.embedding[rows.tokens].reshape(b * s, -1)
     rope = rope_tables(rows.positions.reshape(-1), config)
     attend = PackedAttention(causal_mask(rows.segments), implementation)
-    cache = empty_cache(b * s, config.num_key_value_heads, config.head_dim, x.dtype)
+    with jax.named_scope("trunk"):
+        for (kind, _), layers in zip(layer_runs(config), target.layers, strict=True):
+            run = _layer(config, kind, x, Around(rope, attend))
+            x, _ = jax.lax.scan(jax.checkpoint(run) if remat else run, x, layers)
+        return x.reshape(b, s, -1)
+
+
+def _layer(
+    config: ModelConfig, kind: LayerKind, x: jax.Array, around: Around
+) -> Callable[[jax.Array, dict[str, jax.Array]], tuple[jax.Array, None]]:
+    """One layer of a kind, as `lax.scan` wants it, over rows like x [M, D]."""
+    leaves, graphdef = layer_leaves(config, kind), make_layer(config, kind, x.dtype)
+    cache = empty_cache(layer_caches(config, kind), x.shape[0], x.dtype)
 
     def run(x: jax.Array, layer: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        module = merge(graphdef, leaves, [layer[leaf_name(leaf)] for leaf in leaves])
-        return module(x, cache, rope, attend)[0], None
+        module = merge(graphdef, leaves, [layer[leaf.name] for leaf in leaves])
+        return module(x, None, cache, around)[0], None
 
-    with jax.named_scope("trunk"):
-        x, _ = jax.lax.scan(jax.checkpoint(run) if remat else run, x, target.layers)
-        return x.reshape(b, s, -1)
+    return run
 
 
 def hidden_states(

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.models.layers import rope_tables
-from mtp_jax.models.registry import make_mtp, merge, mtp_leaves
+from mtp_jax.models.layers import Around, rope_tables
+from mtp_jax.models.leaves import merge
+from mtp_jax.models.registry import make_mtp, mtp_caches, mtp_table
 from mtp_jax.train.attention import (
     Implementation,
     LineAttention,
@@ -18,9 +19,9 @@ from mtp_jax.train.attention import (
     causal_mask,
     empty_cache,
 )
-from mtp_jax.train.trunk import Packed, leaf_name
+from mtp_jax.train.trunk import Packed
 
-Params = dict[str, jax.Array]  # leaves of a MimoMTP by `leaf_name`
+Params = dict[str, jax.Array]  # leaves of an `MTPModule` by their names
 
 
 def ahead(x: jax.Array, count: int) -> jax.Array:
@@ -54,17 +55,17 @@ def draft_outputs(
     Where base and token p + 1 + j are not in one segment the output means nothing.
     """
     b, s, d = hidden.shape
-    leaves = mtp_leaves(config)
-    module = merge(make_mtp(config, hidden.dtype), leaves, [params[leaf_name(leaf)] for leaf in leaves])
+    leaves = mtp_table(config)
+    module = merge(make_mtp(config, hidden.dtype), leaves, [params[leaf.name] for leaf in leaves])
     mask = causal_mask(rows.segments)
-    cache = empty_cache(b * s, config.num_key_value_heads, config.head_dim, hidden.dtype)
+    cache = empty_cache(mtp_caches(config), b * s, hidden.dtype)
     y, outputs = hidden.reshape(b * s, d), []
     for step in range(num_drafts):
         with jax.named_scope(f"draft{step}"):
             attend = LineAttention(mask) if step else PackedAttention(mask, implementation)
             rope = rope_tables((rows.positions + step).reshape(-1), config)
             token = ahead(embedding, 1 + step).reshape(b * s, d)
-            y, cache = module(y, token, cache, rope, attend)
+            y, _, cache = module(y, token, None, cache, Around(rope, attend))
             outputs.append(y.reshape(b, s, d))
     return jnp.stack(outputs)
 

@@ -10,7 +10,8 @@ import pytest
 
 from mtp_jax.engine import paged
 from mtp_jax.engine.paged import PagedAttention, Segment, sink_pages
-from mtp_jax.models.layers import DecoderLayer, KVCache, rope_tables
+from mtp_jax.models.block import DecoderLayer, LayerKind
+from mtp_jax.models.layers import Around, Cache, rope_tables
 from pallas_kernels import few_rows
 from pallas_kernels.decode_attention import decode_attention
 from tests.parity.rig import TINY
@@ -30,7 +31,7 @@ def test_layer_by_kernels_is_the_layer(monkeypatch: pytest.MonkeyPatch, bias: bo
     def draw(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         return jnp.asarray(random.normal(size=shape) / shape[-1] ** 0.5, dtype)
 
-    layer = DecoderLayer(config, jnp.dtype("float32"), draw)
+    layer = DecoderLayer(config, LayerKind("grouped", "dense"), jnp.dtype("float32"), draw)
     table = jnp.arange(PAGES, dtype=jnp.int32).reshape(3, -1)
     starts, limits = jnp.array([3, 9, 5], jnp.int32), jnp.array([16, 10, 0], jnp.int32)
     segment = Segment(table, starts[:, None] + jnp.arange(2, dtype=jnp.int32), limits)
@@ -40,8 +41,9 @@ def test_layer_by_kernels_is_the_layer(monkeypatch: pytest.MonkeyPatch, bias: bo
     x = draw((6, config.hidden_size), jnp.dtype("float32"))
     rope = rope_tables(attend.positions, config)
 
-    def run(kernels: bool) -> tuple[jax.Array, KVCache]:
-        return layer(x, cache, rope, attend, kernels=kernels)
+    def run(kernels: bool) -> tuple[jax.Array, Cache]:
+        out, _, new = layer(x, None, cache, Around(rope, attend, kernels=kernels))
+        return out, new
 
     want, want_cache = run(kernels=False)
     calls: list[str] = []

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mtp_jax.engine.weights import WeightLayout
-from mtp_jax.models.registry import layer_leaves
 from sharding.mesh import make_mesh
 from sharding.placement import make_placement
 from sharding.stage_plan import balanced_plan
@@ -28,9 +27,8 @@ def test_every_device_has_its_own_layers(stages: int) -> None:
     source, reports = RandomSource(layout.model), []
     weights = layout.load(source.read, source.read, lambda done, total: reports.append((done, total)))
     assert jax.tree.map(lambda x: x.shape, weights) == jax.tree.map(lambda x: x.shape, layout.shapes())
-    leaves = layer_leaves(layout.model, kv_heads="kv_heads", ffn="ffn")
     for slot, arrays in enumerate(weights.trunk):
-        for leaf, array in zip(leaves, arrays, strict=True):
+        for leaf, array in zip(layout.slot_leaves(slot), arrays, strict=True):
             for shard in array.addressable_shards:
                 stage = jax.devices().index(shard.device)
                 layer = layout.plan.layer_at(slot, stage)

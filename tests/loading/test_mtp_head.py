@@ -13,7 +13,7 @@ from mtp_jax.errors import CheckpointError
 from mtp_jax.loading import SafetensorsDir, find_mtp_head, open_mtp_head, resolve_model
 from mtp_jax.loading.fingerprint import target_fingerprint
 from mtp_jax.loading.mtp_head import SHIPPED
-from mtp_jax.loading.source import mtp_shapes
+from mtp_jax.models.registry import mtp_tensors
 
 TARGET = Path(__file__).parents[1] / "golden" / "tiny_llama3"
 IDS = "model.mtp_layers.0.draft_vocab_ids"
@@ -21,7 +21,7 @@ IDS = "model.mtp_layers.0.draft_vocab_ids"
 
 def save_head(path: Path, ids: np.ndarray | None = None, **metadata: str) -> Path:
     config = SafetensorsDir(TARGET).config
-    tensors = {name: np.ones(shape, ml_dtypes.bfloat16) for name, shape in mtp_shapes(config).items()}
+    tensors = {name: np.ones(shape, ml_dtypes.bfloat16) for name, shape in mtp_tensors(config).items()}
     if ids is not None:
         tensors[IDS] = ids
     save_file(tensors, path, metadata)

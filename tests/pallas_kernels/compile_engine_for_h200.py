@@ -71,8 +71,7 @@ def main(stages: int, layers: int, drafts: int) -> None:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
 
     weights = jax.tree.map(placed, layout.shapes(), layout.specs())
-    specs = state_specs(model, config, layout.placement, plan.num_slots)
-    state = jax.tree.map(placed, state_shapes(model, config, plan.num_slots, layout.padded_vocab), specs)
+    state = jax.tree.map(placed, state_shapes(layout, config), state_specs(layout, config))
     arrays = jax.tree.map(lambda x: placed(x, PartitionSpec()), idle)
     compiled = Program(config, layout).step(bucket).lower(weights, state, arrays).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()

@@ -21,7 +21,7 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.plan_arrays import PlanWriter
 from mtp_jax.engine.state import EngineState, state_shapes, state_specs
 from mtp_jax.loading import WeightSource, resolve_model
-from mtp_jax.loading.source import expected_shapes
+from mtp_jax.models.registry import expected_tensors
 from mtp_jax.request import EngineRequest, RequestOutput, SamplingParams
 from mtp_jax.scheduler.scheduler import Scheduler
 from mtp_jax.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class RandomSource:
     def __init__(self, config: ModelConfig, seed: int = 0, head_seed: int = 0, head_scale: float = 1.0):
         self.config, self._seed = config, seed
         self._head_seed, self._head_scale = head_seed, head_scale
-        self._shapes = expected_shapes(config)
+        self._shapes = expected_tensors(config)
 
     def names(self) -> frozenset[str]:
         return frozenset(self._shapes)
@@ -174,14 +174,13 @@ def compile_bucket(drawn: Blueprint, bucket: Bucket) -> jax.stages.Compiled:
     """One executable of an engine that is not built: nothing is allocated."""
     program, config = drawn.program, drawn.config
     layout = program.layout
-    mesh, slots = layout.placement.mesh, layout.plan.num_slots
+    mesh = layout.placement.mesh
 
     def placed(shape: jax.ShapeDtypeStruct, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 
     weights = jax.tree.map(placed, layout.shapes(), layout.specs())
-    shapes = state_shapes(layout.model, config, slots, layout.padded_draft_vocab)
-    state = jax.tree.map(placed, shapes, state_specs(layout.model, config, layout.placement, slots))
+    state = jax.tree.map(placed, state_shapes(layout, config), state_specs(layout, config))
     plan = PlanWriter(config, layout.placement).write(idle_plan(bucket, config), bucket)
     return program.step(bucket).lower(weights, state, plan).compile()
 

@@ -14,7 +14,7 @@ from mtp_jax.engine.adaptive import DraftChooser
 from mtp_jax.engine.build import EngineOptions, construct, draw_blueprint
 from mtp_jax.engine.engine import Engine
 from mtp_jax.loading.mtp_head import DRAFT_VOCAB_IDS
-from mtp_jax.loading.source import mtp_shapes
+from mtp_jax.models.registry import mtp_tensors
 from tests.parity.engines import MOST_TOKENS, prompts, reference, shared_engine
 from tests.parity.rig import (
     TINY,
@@ -153,7 +153,7 @@ def test_kinds_of_sampling_agree(stages: int, kind: str) -> None:
 
 def save_head(path: Path, source: RandomSource, ids: np.ndarray | None) -> Path:
     """The source's MTP module as a stand-alone head that drafts among `ids`."""
-    tensors = {name: source.read(name).astype(ml_dtypes.bfloat16) for name in mtp_shapes(source.config)}
+    tensors = {name: source.read(name).astype(ml_dtypes.bfloat16) for name in mtp_tensors(source.config)}
     if ids is not None:
         tensors[PREFIX + DRAFT_VOCAB_IDS] = ids.astype(np.int32)
     save_file(tensors, path)

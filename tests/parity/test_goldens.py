@@ -110,7 +110,16 @@ def tiny_checkpoint(name: str) -> WeightSource:
     return source
 
 
-@pytest.mark.parametrize(("name", "stages"), [("tiny_qwen2", 1), ("tiny_llama3", 2), ("tiny_mimo", 2)])
+# Another order of fp32 sums gives up to 2e-5 on these logits; the smallest mistake that the oracle's scripts
+# try (a norm's eps of 1e-5 for 1e-6) gives 4e-4.
+FAMILY_TOLERANCE = 2e-4
+FAMILIES = ("tiny_deepseek_v3", "tiny_deepseek_v32", "tiny_glm_moe_dsa", "tiny_glm4_moe")
+LOGITS = [("tiny_qwen2", 1), ("tiny_llama3", 2), ("tiny_mimo", 2)]
+LOGITS += [(name, stages) for stages in (1, 2) for name in FAMILIES]
+DRAFTS = [("tiny_mimo", 1), ("tiny_mimo", 2), *((name, 1) for name in FAMILIES), ("tiny_glm_moe_dsa", 2)]
+
+
+@pytest.mark.parametrize(("name", "stages"), LOGITS)
 def test_tiny_logits(name: str, stages: int) -> None:
     """Prefilled in chunks, then again one by one through the decode rows."""
     stored = golden(name)
@@ -129,7 +138,7 @@ def test_tiny_logits(name: str, stages: int) -> None:
     decoded = np.stack([tap.rows[2, p].logits[0, :vocab] for p in range(len(ids) - 1)])
     errors = [np.abs(prefilled - stored["logits"]).max(), np.abs(decoded - stored["logits"][:-1]).max()]
     print(name, stages, "prefill and decode:", [f"{error:.1e}" for error in errors])
-    assert max(errors) < TOLERANCE
+    assert max(errors) < FAMILY_TOLERANCE
 
 
 def slots_after_each_step(
@@ -151,14 +160,14 @@ def slots_after_each_step(
     return seen
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_mimo_drafts(stages: int) -> None:
+@pytest.mark.parametrize(("name", "stages"), DRAFTS)
+def test_tiny_drafts(name: str, stages: int) -> None:
     """Nothing is ever accepted: each round draws K drafts anew, the later ones from recycled states."""
-    stored = golden("tiny_mimo")
+    stored = golden(name)
     ids = stored["ids"]
     sizes = {"stages": stages, "num_speculative_tokens": 3, "max_num_seqs": 1, "num_pages": 64}
     with forced(ids, 0):
-        engine = make_engine(resolve_model(GOLDEN / "tiny_mimo"), draft_sampling="probabilistic", **sizes)
+        engine = make_engine(resolve_model(GOLDEN / name), draft_sampling="probabilistic", **sizes)
         seen = slots_after_each_step(engine, ids[:1], len(ids) + 3)
     assert set(seen) >= set(range(len(ids) - 1)), "a position from which nothing was drafted"
     first = np.stack([seen[p]["logits"][0] for p in range(len(ids) - 1)])
@@ -166,8 +175,8 @@ def test_mimo_drafts(stages: int) -> None:
     for index, anchor in enumerate(stored["anchors"].tolist()):
         np.testing.assert_array_equal(seen[anchor]["drafts"], stored["draft_ids"][index])
         errors.append(np.abs(seen[anchor]["logits"] - stored["draft_logits"][index]).max())
-    print(f"stages {stages}: teacher-forced, then recycled from each anchor:", [f"{e:.1e}" for e in errors])
-    assert max(errors) < TOLERANCE
+    print(name, stages, "teacher-forced, then recycled from each anchor:", [f"{e:.1e}" for e in errors])
+    assert max(errors) < FAMILY_TOLERANCE
 
 
 def test_mimo_after_accepted_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

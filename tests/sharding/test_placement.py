@@ -46,7 +46,7 @@ def test_a_mesh_axis_is_used_once() -> None:
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(KeyError):
-        make_placement(make_mesh(1), {}).spec("heads")
+        make_placement(make_mesh(1), {}).spec("rows")
 
 
 def test_the_table_names_mesh_axes_only() -> None:

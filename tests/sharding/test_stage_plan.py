@@ -41,8 +41,8 @@ def test_empty_slots() -> None:
 
 
 def test_describe() -> None:
-    assert StagePlan(((0, 1), (2, 3))).describe() == "layers 0-1 | 2-3"
-    assert StagePlan(((0, 1, 2), (3, 4))).describe() == "layers 0-2 | 3-4 (17% of the slots are empty)"
+    assert StagePlan.of(((0, 1), (2, 3))).describe() == "layers 0-1 | 2-3"
+    assert StagePlan.of(((0, 1, 2), (3, 4))).describe() == "layers 0-2 | 3-4 (17% of the slots are empty)"
 
 
 @pytest.mark.parametrize("stages", [0, 6])

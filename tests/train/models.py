@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.models.registry import mtp_leaves
-from mtp_jax.train.trunk import Packed, Target, leaf_name, read_target
+from mtp_jax.models.registry import mtp_table
+from mtp_jax.train.trunk import Packed, Target, read_target
 from mtp_jax.train.unroll import Params
 from tests.parity.rig import RandomSource
 
@@ -39,8 +39,7 @@ def params_of(config: ModelConfig, seed: int = 0) -> Params:
     """A random MTP module in fp32."""
     source = RandomSource(config, head_seed=seed)
     return {
-        leaf_name(leaf): jnp.asarray(leaf.read(source.read, "model.mtp_layers.0."))
-        for leaf in mtp_leaves(config)
+        leaf.name: jnp.asarray(leaf.read(source.read, "model.mtp_layers.0.")) for leaf in mtp_table(config)
     }
 
 

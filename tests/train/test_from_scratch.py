@@ -68,8 +68,8 @@ def test_it_learns_and_the_model_loads(tmp_path: Path, config: Path) -> None:
     source = resolve_model(tmp_path / "run" / "model")
     assert source.config.num_nextn_predict_layers == 1
     assert source.tokenizer().encode("one two") == resolve_model(TOKENIZER).tokenizer().encode("one two")
-    layer = outcome.state.best.target.layers  # type: ignore[union-attr]
-    np.testing.assert_array_equal(source.read("model.layers.1.mlp.down_proj.weight"), layer["down"][1])
+    (layer,) = outcome.state.best.target.layers  # type: ignore[union-attr]
+    np.testing.assert_array_equal(source.read("model.layers.1.mlp.down_proj.weight"), layer["ffn.down"][1])
 
 
 def test_a_missing_configuration_is_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def test_the_last_layers_start_hands_the_hidden_state_through() -> None:
     """Without the embedding and what the layer adds, the module's output is its input."""
     target = target_of(LLAMA)
     params = initial_params(LLAMA, target, "last-layer", 0, ROWS)
-    silent = params | {name: jnp.zeros_like(params[name]) for name in ("layer.o", "layer.down")}
+    silent = params | {name: jnp.zeros_like(params[name]) for name in ("layer.attention.o", "layer.ffn.down")}
     silent["input_proj"] = params["input_proj"].at[:, LLAMA.hidden_size :].set(0)
     hidden = hidden_states(LLAMA, target, ROWS, "xla")
     embedding = target.embedding[ROWS.tokens]
@@ -36,16 +36,16 @@ def test_the_last_layer_is_the_targets() -> None:
         LLAMA, target.__class__(before, target.embedding, None, target.final_norm), ROWS, "xla"
     )
     assert size == pytest.approx(float(np.median(np.sqrt(np.mean(np.square(stream), axis=-1)))), rel=1e-5)
-    for name, leaf in target.layers.items():
-        scale = size if name in ("o", "down") else 1.0
+    for name, leaf in target.layers[0].items():
+        scale = size if name.endswith((".o", ".down")) else 1.0
         np.testing.assert_allclose(params[f"layer.{name}"] * scale, leaf[-1], rtol=1e-6)
 
 
 def test_a_random_start_is_the_seeds() -> None:
     target = target_of(LLAMA)
     first, again, other = (initial_params(LLAMA, target, "random", seed) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first["layer.qkv"], again["layer.qkv"])
-    assert not np.array_equal(first["layer.qkv"], other["layer.qkv"])
+    np.testing.assert_array_equal(first["layer.attention.qkv"], again["layer.attention.qkv"])
+    assert not np.array_equal(first["layer.attention.qkv"], other["layer.attention.qkv"])
 
 
 def test_draft_vocabulary() -> None:

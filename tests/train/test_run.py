@@ -11,13 +11,12 @@ from safetensors.numpy import load_file
 
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.loading import open_mtp_head, resolve_model
-from mtp_jax.models.registry import mtp_leaves
+from mtp_jax.models.registry import mtp_table
 from mtp_jax.train.arguments import TrainOptions
 from mtp_jax.train.corpus import Origin, Sample, ShardHeader, fingerprint, write_shard
 from mtp_jax.train.curves import read_curves
 from mtp_jax.train.launch import remember, train_head
 from mtp_jax.train.packing import Batch, Packer
-from mtp_jax.train.trunk import leaf_name
 from tests.house.source import ROOT
 
 TARGET = ROOT / "tests" / "golden" / "tiny_mimo"
@@ -85,8 +84,8 @@ def test_the_head_is_one_that_the_loader_takes(run: Path) -> None:
     assert metadata["acceptance"] == " ".join(f"{share:.4f}" for share in last["accepted_greedy"])  # type: ignore[union-attr]
     assert metadata["acceptance_of"] == "greedy text"
     state = ocp.StandardCheckpointer().restore((run / "checkpoints" / "12" / "default").resolve())
-    for leaf in mtp_leaves(source.config):
-        expected = np.asarray(state["average"][leaf_name(leaf)]).astype(ml_dtypes.bfloat16)
+    for leaf in mtp_table(source.config):
+        expected = np.asarray(state["average"][leaf.name]).astype(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(leaf.read(head.read, "model.mtp_layers.0."), expected)
 
 

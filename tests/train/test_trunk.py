@@ -9,9 +9,9 @@ import pytest
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.loading import resolve_model
-from mtp_jax.models.registry import mtp_leaves
+from mtp_jax.models.registry import mtp_table
 from mtp_jax.train.losses import logits
-from mtp_jax.train.trunk import Packed, Target, hidden_states, leaf_name, read_target
+from mtp_jax.train.trunk import Packed, Target, hidden_states, read_target
 from mtp_jax.train.unroll import Params, draft_outputs
 from tests.house.source import ROOT
 
@@ -61,8 +61,7 @@ def test_the_unroll() -> None:
     config, target, golden = load("tiny_mimo")
     source, ids = resolve_model(GOLDEN / "tiny_mimo"), golden["ids"]
     params = {
-        leaf_name(leaf): jnp.asarray(leaf.read(source.read, "model.mtp_layers.0."))
-        for leaf in mtp_leaves(config)
+        leaf.name: jnp.asarray(leaf.read(source.read, "model.mtp_layers.0.")) for leaf in mtp_table(config)
     }
     chains = [
         np.concatenate([ids[: anchor + 2], drafts[:2]])

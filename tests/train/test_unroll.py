@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from mtp_jax.config import ModelConfig
-from mtp_jax.models.layers import KVCache, rope_tables, split_qkv
-from mtp_jax.models.mtp import MimoMTP
-from mtp_jax.models.registry import make_mtp, merge, mtp_leaves
-from mtp_jax.train.trunk import Packed, Target, hidden_states, leaf_name
+from mtp_jax.models.layers import Around, Cache, rope_tables, split_qkv
+from mtp_jax.models.leaves import merge
+from mtp_jax.models.mtp import MTPModule
+from mtp_jax.models.registry import make_mtp, mtp_table
+from mtp_jax.train.attention import PackedAttention
+from mtp_jax.train.trunk import Packed, Target, hidden_states
 from mtp_jax.train.unroll import Params, draft_outputs, live_lines
 from tests.train.models import LLAMA, MIMO, pack, params_of, target_of
 
@@ -20,13 +22,13 @@ RTOL, ATOL = 2e-4, 2e-5
 NUM_DRAFTS = 3
 
 
-class ListAttention:
+class ListAttention(PackedAttention):
     """Attention of a single query over an explicit list of keys and values, in float64 NumPy."""
 
     def __init__(self, keys: list[np.ndarray], values: list[np.ndarray]):
         self.keys, self.values = keys, values
 
-    def __call__(self, qkv: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def grouped(self, qkv: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         q, k, v = split_qkv(qkv)
         self.keys.append(np.asarray(k[0], np.float64))
         self.values.append(np.asarray(v[0], np.float64))
@@ -43,16 +45,17 @@ def recurrence(
     config: ModelConfig, params: Params, hidden: np.ndarray, embedding: np.ndarray, num_drafts: int
 ) -> dict[tuple[int, int], np.ndarray]:
     """One sample: hidden and embedding [S, D] -> output of step j at base p, by (j, p)."""
-    leaves = mtp_leaves(config)
-    module: MimoMTP = merge(
-        make_mtp(config, jnp.dtype("float32")), leaves, [params[leaf_name(x)] for x in leaves]
+    leaves = mtp_table(config)
+    module: MTPModule = merge(
+        make_mtp(config, jnp.dtype("float32")), leaves, [params[x.name] for x in leaves]
     )
 
     def run(h: np.ndarray, token: int, position: int, keys: list, values: list) -> np.ndarray:
         rope = rope_tables(jnp.asarray([position]), config)
         attend = ListAttention(keys, values)
         nothing = (jnp.zeros(()), jnp.zeros(()))
-        out, _ = module(jnp.asarray(h[None]), jnp.asarray(embedding[token][None]), nothing, rope, attend)
+        around = Around(rope, attend)
+        out, *_ = module(jnp.asarray(h[None]), jnp.asarray(embedding[token][None]), None, nothing, around)
         return np.asarray(out[0])
 
     found, keys, values = {}, [], []

@@ -1,0 +1,113 @@
+"""Latent attention over pages, whole and sparse, and the indexer's choice: plain XLA, in blocks of tokens.
+
+What is gathered for a block of token rows stays below a few times what one row of a long context takes, so
+that a long prefill never holds a gathered copy of its whole context for every token.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30  # score of a position that is not seen
+BLOCK = 16  # token rows that are worked on at once
+
+
+def attend_all(
+    q: jax.Array, cache: jax.Array, table: jax.Array, positions: jax.Array, scale: float, width: int
+) -> jax.Array:
+    """q [B * T, N, R + Hr] over all earlier positions of each row -> [B * T, N, R].
+
+    Args:
+      q: queries.
+      cache: latent rows [P, page, R + Hr].
+      table: pages [B, W].
+      positions: of the tokens, [B, T].
+      scale: of the scores.
+      width: R, the first features of a row, which are its value.
+    """
+    b, t = positions.shape
+    rows = _pages(cache, table)  # B S R + Hr
+    seen = jnp.arange(rows.shape[1]) <= positions[:, :, None]  # B T S
+
+    def block(q: jax.Array, seen: jax.Array) -> jax.Array:
+        scores = _product("btnr,bsr->btns", q, rows, jnp.float32) * scale
+        weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, MASKED), axis=-1).astype(rows.dtype)
+        return _product("btns,bsr->btnr", weights, rows[..., :width])
+
+    out = _by_blocks(block, q.reshape(b, t, *q.shape[1:]), seen)
+    return out.reshape(b * t, *out.shape[2:])
+
+
+def attend_chosen(
+    q: jax.Array, cache: jax.Array, table: jax.Array, indices: jax.Array, scale: float, width: int
+) -> jax.Array:
+    """As `attend_all`, over the positions `indices` [B * T, J] of each token (-1: none)."""
+    b = table.shape[0]
+    t, page_size = q.shape[0] // b, cache.shape[1]
+    indices = indices.reshape(b, t, -1)
+
+    def block(q: jax.Array, indices: jax.Array) -> jax.Array:
+        at = jnp.maximum(indices, 0)
+        page = jnp.take_along_axis(table[:, None], at // page_size, axis=2)
+        rows = cache[page, at % page_size]  # B T J R + Hr
+        scores = _product("btnr,btjr->btnj", q, rows, jnp.float32) * scale
+        scores = jnp.where((indices >= 0)[:, :, None], scores, MASKED)
+        weights = jax.nn.softmax(scores, axis=-1).astype(rows.dtype)
+        return _product("btnj,btjr->btnr", weights, rows[..., :width])
+
+    out = _by_blocks(block, q.reshape(b, t, *q.shape[1:]), indices)
+    return out.reshape(b * t, *out.shape[2:])
+
+
+def select(
+    q: jax.Array, weights: jax.Array, cache: jax.Array, table: jax.Array, positions: jax.Array, topk: int
+) -> jax.Array:
+    """The positions with the best indexer scores, [B * T, topk] int32, -1 where a token sees fewer.
+
+    Equal scores go to the lower position.
+
+    Args:
+      q: the indexer's queries [B * T, I, H].
+      weights: of its heads, [B * T, I] fp32.
+      cache: its keys [P, page, H].
+      table: pages [B, W].
+      positions: of the tokens, [B, T].
+    """
+    b, t = positions.shape
+    keys = _pages(cache, table)  # B S H
+    places = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    count = min(topk, keys.shape[1])
+
+    def block(q: jax.Array, weights: jax.Array, positions: jax.Array) -> jax.Array:
+        scores = jax.nn.relu(_product("btih,bsh->btis", q, keys, jnp.float32))
+        scores = jnp.einsum("btis,bti->bts", scores, weights, precision=jax.lax.Precision.HIGHEST)
+        seen = places <= positions[:, :, None]
+        best, chosen = jax.lax.top_k(jnp.where(seen, scores, -jnp.inf), count)
+        return jnp.where(best > -jnp.inf, chosen.astype(jnp.int32), -1)
+
+    chosen = _by_blocks(block, q.reshape(b, t, *q.shape[1:]), weights.reshape(b, t, -1), positions)
+    return jnp.pad(chosen.reshape(b * t, count), ((0, 0), (0, topk - count)), constant_values=-1)
+
+
+def _pages(cache: jax.Array, table: jax.Array) -> jax.Array:
+    """Rows of all positions, [B, W * page, ...]."""
+    b, w = table.shape
+    return cache[table].reshape(b, w * cache.shape[1], *cache.shape[2:])
+
+
+def _by_blocks(run: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """run(*arrays [B, T, ...]) -> [B, T, ...], a block of T at a time where T is a whole number of blocks."""
+    b, t = arrays[0].shape[:2]
+    if t <= BLOCK or t % BLOCK:
+        return run(*arrays)
+    blocks = [jnp.moveaxis(x.reshape(b, t // BLOCK, BLOCK, *x.shape[2:]), 1, 0) for x in arrays]
+    out = jax.lax.map(lambda block: run(*block), tuple(blocks))
+    return jnp.moveaxis(out, 0, 1).reshape(b, t, *out.shape[3:])
+
+
+def _product(
+    equation: str, one: jax.Array, two: jax.Array, out_dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else None
+    return jnp.einsum(equation, one, two, precision=precision, preferred_element_type=out_dtype)

@@ -1,0 +1,88 @@
+"""Parts of `config.json` that some families have: latent attention, indexers, experts."""
+
+from mtp_jax.config import ExpertsConfig, IndexerConfig, LatentConfig
+from mtp_jax.loading.hf_fields import Fields
+
+
+def latent_config(fields: Fields) -> LatentConfig:
+    """Multi-head latent attention. `head_dim` is no part of it, whatever it says (GLM-5 writes 192)."""
+    rope = fields.integer("qk_rope_head_dim")
+    if rope % 2:
+        raise fields.fail("qk_rope_head_dim", "an even number")
+    return LatentConfig(
+        q_rank=fields.integer("q_lora_rank"),
+        kv_rank=fields.integer("kv_lora_rank"),
+        nope_dim=fields.integer("qk_nope_head_dim"),
+        rope_dim=rope,
+        v_dim=fields.integer("v_head_dim"),
+        interleaved=fields.flag("rope_interleave", True),
+    )
+
+
+def indexer_config(fields: Fields, layers: int, model_type: str) -> IndexerConfig:
+    """The lightning indexer, and which layers have one of their own.
+
+    `indexer_types` says so if it is there, else `index_topk_pattern` ("F" or "S" a layer), else every
+    `index_topk_freq`-th layer from `index_skip_topk_offset` on (GLM-5.2); by default every layer.
+    """
+    width, rope = fields.integer("index_head_dim"), fields.integer("qk_rope_head_dim")
+    if width < rope:
+        raise fields.fail("index_head_dim", f"at least qk_rope_head_dim, {rope}")
+    owners = _owners(fields, layers)
+    if not owners[0]:
+        raise fields.fail("indexer_types", "a first layer with an indexer: there is no earlier one to follow")
+    return IndexerConfig(
+        num_heads=fields.integer("index_n_heads"),
+        head_dim=width,
+        topk=fields.integer("index_topk"),
+        owners=owners,
+        interleaved=fields.flag("indexer_rope_interleave", model_type == "glm_moe_dsa"),
+        share_in_drafts=fields.flag("index_share_for_mtp_iteration"),
+    )
+
+
+def _owners(fields: Fields, layers: int) -> tuple[bool, ...]:
+    types = fields.words("indexer_types", ("full", "shared"), layers)
+    if types is not None:
+        return tuple(kind == "full" for kind in types)
+    pattern = fields.get("index_topk_pattern")
+    if pattern is not None:
+        if not isinstance(pattern, str | list) or not set(pattern) <= {"F", "S"}:
+            raise fields.fail("index_topk_pattern", "letters F (full) and S (shared), one a layer")
+        return tuple(layer >= len(pattern) or pattern[layer] == "F" for layer in range(layers))
+    every, offset = fields.integer("index_topk_freq", 1), fields.integer("index_skip_topk_offset", 2, least=0)
+    return tuple(max(layer - offset + 1, 0) % every == 0 for layer in range(layers))
+
+
+def experts_config(fields: Fields, layers: int) -> ExpertsConfig:
+    """The mixture of experts of DeepSeek-V3 and its relatives."""
+    fields.must_be("scoring_func", ("sigmoid", None))
+    fields.must_be("topk_method", ("noaux_tc", None))
+    fields.must_be("moe_layer_freq", (1, None))
+    count, groups = fields.integer("n_routed_experts"), fields.integer("n_group", 1)
+    if count % groups or (groups > 1 and count // groups < 2):
+        raise fields.fail(
+            "n_group", f"a divisor of n_routed_experts, {count}, that leaves two experts a group"
+        )
+    kept = fields.integer("topk_group", groups, most=groups)
+    chosen = fields.integer("num_experts_per_tok", most=count // groups * kept)
+    width = fields.integer("moe_intermediate_size")
+    return ExpertsConfig(
+        num_experts=count,
+        per_token=chosen,
+        width=width,
+        shared_width=width * fields.integer("n_shared_experts", 0, least=0),
+        sparse=_sparse_layers(fields, layers),
+        num_groups=groups,
+        kept_groups=kept,
+        normalise=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
+def _sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    types = fields.words("mlp_layer_types", ("dense", "sparse"), layers)
+    if types is not None:
+        return tuple(kind == "sparse" for kind in types)
+    dense = fields.integer("first_k_dense_replace", 0, least=0)
+    return tuple(layer >= dense for layer in range(layers))

@@ -1,0 +1,97 @@
+"""Grouped-query attention as a pre-norm block: Llama, Qwen2, MiMo, GLM-4.5."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.models.layers import (
+    Around,
+    Cache,
+    CacheRows,
+    apply_rope,
+    linear,
+    norm_qkv_rope,
+    project_add,
+    rms_norm,
+)
+from mtp_jax.models.leaves import Leaf, Make, Stored, plain
+
+
+class GroupedAttention(nnx.Module):
+    """q, k and v are one product, grouped by KV head so that a shard of G is contiguous."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, make: Make):
+        shapes = {leaf.path[0]: leaf.shape for leaf in self.leaves(config)}
+        self.eps = config.rms_norm_eps
+        self.input_norm = nnx.Param(make(shapes["input_norm"], dtype))
+        self.qkv = nnx.Param(make(shapes["qkv"], dtype))
+        self.qkv_bias = nnx.Param(make(shapes["qkv_bias"], dtype)) if config.attention_bias else None
+        self.q_norm = nnx.Param(make(shapes["q_norm"], dtype)) if config.qk_norm else None
+        self.k_norm = nnx.Param(make(shapes["k_norm"], dtype)) if config.qk_norm else None
+        self.o = nnx.Param(make(shapes["o"], dtype))
+        self.whole_rotation = config.rotary_dim in (None, config.head_dim)
+
+    def __call__(
+        self, x: jax.Array, indices: jax.Array | None, cache: Cache, around: Around
+    ) -> tuple[jax.Array, jax.Array | None, Cache]:
+        """x [M, D] -> (x + attention [M, D], indices as they came, cache)."""
+        mixed, cache = around.attend.grouped(self._qkv(x, around), cache)
+        mixed, o = mixed.reshape(x.shape[0], -1), self.o[...].reshape(x.shape[1], -1)
+        return project_add(mixed, o, x, around.sum_attention, around.kernels), indices, cache
+
+    def _qkv(self, x: jax.Array, around: Around) -> jax.Array:
+        """[M, G, Q + 2, H], queries and keys rotated."""
+        bias = None if self.qkv_bias is None else self.qkv_bias[...]
+        norm, weight = self.input_norm[...], self.qkv[...]
+        if self.whole_rotation and self.q_norm is None:
+            return norm_qkv_rope(x, norm, weight, bias, around.rope, self.eps, around.kernels)
+        qkv = linear(rms_norm(x, norm, self.eps), weight)
+        if bias is not None:
+            qkv = qkv + bias
+        q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm[...], self.eps), rms_norm(k, self.k_norm[...], self.eps)
+        return jnp.concatenate([apply_rope(q, around.rope), apply_rope(k, around.rope), v], axis=2)
+
+    @staticmethod
+    def leaves(config: ModelConfig) -> tuple[Leaf, ...]:
+        """Its weights; KV heads are the logical axis `kv_heads`."""
+        d, h, g = config.hidden_size, config.head_dim, config.num_key_value_heads
+        n = config.num_attention_heads
+        q = n // g
+        leaves = [
+            plain("input_norm", (d,), (None,), "input_layernorm.weight"),
+            _qkv_leaf("qkv", "weight", config, (d,)),
+            plain("o", (d, g, q, h), (None, "kv_heads", None, None), "self_attn.o_proj.weight", (d, n * h)),
+        ]
+        if config.attention_bias:
+            leaves.append(_qkv_leaf("qkv_bias", "bias", config, ()))
+        if config.qk_norm:
+            leaves.append(plain("q_norm", (h,), (None,), "self_attn.q_norm.weight"))
+            leaves.append(plain("k_norm", (h,), (None,), "self_attn.k_norm.weight"))
+        return tuple(leaves)
+
+    @staticmethod
+    def caches(config: ModelConfig) -> tuple[CacheRows, ...]:
+        """Keys and values."""
+        rows = CacheRows((config.num_key_value_heads, config.head_dim), ("kv_heads", None))
+        return rows, dataclasses.replace(rows)
+
+
+def _qkv_leaf(path: str, kind: str, config: ModelConfig, tail: tuple[int, ...]) -> Leaf:
+    h, g, n = config.head_dim, config.num_key_value_heads, config.num_attention_heads
+    rows = {"q": n * h, "k": g * h, "v": g * h}
+
+    def join(parts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([part.reshape(g, -1, h, *tail) for part in parts], axis=1)
+
+    def part(array: np.ndarray) -> list[np.ndarray]:
+        return [array[:, :-2], array[:, -2], array[:, -1]]
+
+    tensors = tuple((f"self_attn.{name}_proj.{kind}", (count, *tail)) for name, count in rows.items())
+    axes = ("kv_heads", None, None, *(None for _ in tail))
+    return Leaf((path,), (g, n // g + 2, h, *tail), axes, (Stored(tensors, join, part),))

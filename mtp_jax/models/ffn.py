@@ -1,0 +1,178 @@
+"""Feed-forward blocks, pre-norm: SwiGLU, and mixtures of such experts. Experts drop no token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mtp_jax.config import ExpertsConfig, ModelConfig
+from mtp_jax.models.layers import Around, linear, norm_swiglu, project_add, rms_norm
+from mtp_jax.models.leaves import Leaf, Make, halves, plain, whole
+
+# x [rows, in] times weight [expert, out, in], for rows sorted by expert.
+_BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate x) * up x); gate and up are one product."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, make: Make):
+        d, f = config.hidden_size, config.intermediate_size
+        self.eps = config.rms_norm_eps
+        self.post_norm = nnx.Param(make((d,), dtype))
+        self.gate_up = nnx.Param(make((2, f, d), dtype))
+        self.down = nnx.Param(make((d, f), dtype))
+
+    def __call__(self, x: jax.Array, around: Around) -> jax.Array:
+        """x [M, D] -> x + ffn [M, D]."""
+        act = norm_swiglu(x, self.post_norm[...], self.gate_up[...], self.eps, around.kernels)
+        return project_add(act, self.down[...], x, around.sum_ffn, around.kernels)
+
+    @staticmethod
+    def leaves(config: ModelConfig) -> tuple[Leaf, ...]:
+        """Its weights; ffn columns are the logical axis `ffn`."""
+        d, f = config.hidden_size, config.intermediate_size
+        return (
+            plain("post_norm", (d,), (None,), "post_attention_layernorm.weight"),
+            _gate_up("gate_up", "mlp.", f, d),
+            plain("down", (d, f), (None, "ffn"), "mlp.down_proj.weight"),
+        )
+
+
+class Experts(nnx.Module):
+    """The best few of many SwiGLU experts a token, and one that every token uses."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, make: Make):
+        experts = _experts(config)
+        shapes = {leaf.path[0]: leaf for leaf in self.leaves(config)}
+
+        def parameter(name: str) -> nnx.Param | None:
+            leaf = shapes.get(name)
+            return None if leaf is None else nnx.Param(make(leaf.shape, leaf.dtype or dtype))
+
+        self.experts = experts
+        self.eps = config.rms_norm_eps
+        self.post_norm = parameter("post_norm")
+        self.router, self.router_bias = parameter("router"), parameter("router_bias")
+        self.gate_up, self.down = parameter("gate_up"), parameter("down")
+        self.shared_gate_up, self.shared_down = parameter("shared_gate_up"), parameter("shared_down")
+        self.shared_gate = parameter("shared_gate")
+
+    def __call__(self, x: jax.Array, around: Around) -> jax.Array:
+        """x [M, D] -> x + ffn [M, D]."""
+        assert self.post_norm is not None and self.router is not None
+        assert self.gate_up is not None and self.down is not None
+        normed = rms_norm(x, self.post_norm[...], self.eps)
+        with jax.named_scope("router"):
+            wide = normed.astype(jnp.float32)
+            logits = linear(wide, self.router[...].astype(jnp.float32))
+            bias = None if self.router_bias is None else self.router_bias[...]
+            chosen, weights = route(logits, bias, self.experts)
+        with jax.named_scope("experts"):
+            first = around.sum_experts.index() * self.gate_up.shape[0]
+            out = experts_ffn(normed, chosen - first, weights, self.gate_up[...], self.down[...])
+            x = x + around.sum_experts(out).astype(x.dtype)
+        if self.shared_gate_up is None or self.shared_down is None:
+            return x
+        with jax.named_scope("shared_expert"):
+            act = linear(normed, self.shared_gate_up[...])
+            act = jax.nn.silu(act[:, 0]) * act[:, 1]
+            if self.shared_gate is not None:
+                act = act * jax.nn.sigmoid(linear(normed, self.shared_gate[...])[:, :1])
+            return project_add(act, self.shared_down[...], x, around.sum_ffn, around.kernels)
+
+    @staticmethod
+    def leaves(config: ModelConfig) -> tuple[Leaf, ...]:
+        """Its weights; experts are the logical axis `experts`, columns of the shared one `ffn`."""
+        experts, d = _experts(config), config.hidden_size
+        e, f, shared = experts.num_experts, experts.width, experts.shared_width
+        down = whole("mlp.experts.{e}.down_proj.weight", (d, f)), whole("mlp.experts.down_proj", (e, d, f))
+        leaves = [
+            plain("post_norm", (d,), (None,), "post_attention_layernorm.weight"),
+            plain("router", (e, d), (None, None), "mlp.gate.weight"),
+            _expert_gate_up(e, f, d),
+            Leaf(("down",), (e, d, f), ("experts", None, None), down),
+        ]
+        if experts.scoring == "sigmoid":
+            bias = plain("router_bias", (e,), (None,), "mlp.gate.e_score_correction_bias")
+            leaves.append(dataclasses.replace(bias, dtype=jnp.dtype("float32")))
+        if shared:
+            name = "mlp.shared_expert." if experts.gated_shared else "mlp.shared_experts."
+            leaves.append(_gate_up("shared_gate_up", name, shared, d))
+            leaves.append(plain("shared_down", (d, shared), (None, "ffn"), f"{name}down_proj.weight"))
+        if experts.gated_shared:
+            leaves.append(plain("shared_gate", (1, d), (None, None), "mlp.shared_expert_gate.weight"))
+        return tuple(leaves)
+
+
+def route(logits: jax.Array, bias: jax.Array | None, experts: ExpertsConfig) -> tuple[jax.Array, jax.Array]:
+    """Which experts each token uses, and how much: (ids [M, per_token] int32, weights [M, per_token] fp32).
+
+    Args:
+      logits: the router's, [M, E] fp32.
+      bias: e_score_correction_bias [E] fp32: it takes part in choosing, not in the weights.
+      experts: with `scoring` sigmoid, groups are ranked by the sum of their two best experts, and only
+        experts of the best groups can be chosen (DeepSeek-V3).
+    """
+    scores = jax.nn.sigmoid(logits) if experts.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    choice = scores if bias is None else scores + bias
+    m, e = choice.shape
+    if experts.kept_groups < experts.num_groups:
+        grouped = choice.reshape(m, experts.num_groups, e // experts.num_groups)
+        best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)  # M groups
+        _, kept = jax.lax.top_k(best, experts.kept_groups)
+        open_groups = jnp.any(kept[:, :, None] == jnp.arange(experts.num_groups), axis=1)
+        choice = jnp.where(open_groups[:, :, None], grouped, -jnp.inf).reshape(m, e)
+    _, chosen = jax.lax.top_k(choice, experts.per_token)
+    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    if experts.normalise:
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
+    return chosen, weights * experts.scale
+
+
+def experts_ffn(
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """The part of a mixture that these experts give: x [M, D] -> [M, D] fp32.
+
+    Args:
+      x: tokens.
+      chosen: experts of each token, [M, J]; numbers outside 0..E - 1 are somebody else's.
+      weights: of each choice, [M, J] fp32.
+      gate_up: [E, 2, F, D]; down: [E, D, F].
+    """
+    e, _, f, d = gate_up.shape
+    m, j = chosen.shape
+    flat = jnp.where((chosen >= 0) & (chosen < e), chosen, e).reshape(-1)
+    order = jnp.argsort(flat, stable=True)  # choices by expert, other devices' last
+    counts = jnp.sum(flat[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32)
+    rows = x[order // j]
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    act = jax.lax.ragged_dot_general(rows, gate_up.reshape(e, 2 * f, d), counts, _BY_EXPERT, precision)
+    act = jax.nn.silu(act[:, :f]) * act[:, f:]
+    out = jax.lax.ragged_dot_general(act, down, counts, _BY_EXPERT, precision)
+    mine = (flat[order] < e)[:, None]  # rows past the last expert's are not defined
+    out = jnp.where(mine, out.astype(jnp.float32), 0.0) * weights.reshape(-1)[order][:, None]
+    # Back in the order of choices, so that each token's sum has one order whatever else is in the batch.
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(m * j), unique_indices=True)
+    return jnp.sum(out[back].reshape(m, j, d), axis=1)
+
+
+def _gate_up(path: str, prefix: str, f: int, d: int) -> Leaf:
+    stored = halves((f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), (f, d))
+    return Leaf((path,), (2, f, d), (None, "ffn", None), (stored,))
+
+
+def _expert_gate_up(e: int, f: int, d: int) -> Leaf:
+    """One tensor each, or all of them in one (Qwen3.5: gate rows first)."""
+    single = halves(("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"), (f, d))
+    fused = whole("mlp.experts.gate_up_proj", (e, 2 * f, d))
+    return Leaf(("gate_up",), (e, 2, f, d), ("experts", None, None, None), (single, fused))
+
+
+def _experts(config: ModelConfig) -> ExpertsConfig:
+    assert config.experts is not None
+    return config.experts
