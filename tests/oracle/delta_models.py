@@ -18,9 +18,10 @@ transformers computes the targets from the directories, so every name and shape 
 loading leaves nothing missing and nothing over but `mtp.*`, which it ignores. What it was seen to do:
   - norms scale by 1 + weight, except the gated one inside the delta net, which scales by weight
   - queries and keys are divided by sqrt(sum of squares + 1e-6); queries then by sqrt(Dk)
-  - a query and its gate lie together, head by head, in q_proj; the rotation takes the first features, in halves
+  - a query and its gate lie together, head by head, in q_proj; the first features are rotated, in halves
   - experts' weights are rescaled to sum to one; qwen3_5_moe does so without asking norm_topk_prob
-  - M-RoPE pair f turns with H where f % 3 == 1 and f < 3 * section[1], W where f % 3 == 2 and f < 3 * section[2]
+  - M-RoPE's pair f turns with H where f % 3 == 1 and f < 3 * section[1], with W where f % 3 == 2 and
+    f < 3 * section[2], else with T
 """
 
 import argparse
@@ -31,8 +32,13 @@ import qwen_mtp
 import torch
 from safetensors.numpy import save_file
 from tiny_models import byte_tokenizer, fresh, write_json
-from transformers import AutoConfig, PreTrainedModel, Qwen3_5ForConditionalGeneration
-from transformers import Qwen3_5MoeForConditionalGeneration, Qwen3NextForCausalLM
+from transformers import (
+    AutoConfig,
+    PreTrainedModel,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3NextForCausalLM,
+)
 
 DECODED = 16
 Tensors = dict[str, np.ndarray]
@@ -87,7 +93,7 @@ def nested_config(kind: str, architecture: str, tied: bool, **text: object) -> d
 
 
 def draw(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    """A weight that matters: logits over several units, norms off one, decays from forgetting to remembering."""
+    """A weight that matters: logits over several units, norms off one, heads that forget or remember."""
     noise = random.standard_normal(shape)
     octaves = random.uniform(-0.9, 0.9, shape)
     if "visual." in name:
@@ -115,7 +121,7 @@ def draw(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.n
 def published(
     state: dict[str, torch.Tensor], apart: bool, tied: bool, random: np.random.Generator
 ) -> Tensors:
-    """Random tensors under their published names, for a model with this state; `apart`: experts one by one."""
+    """Random tensors under their published names, in a state's shapes; `apart`: experts one by one."""
     tensors = {}
     for name, tensor in sorted(state.items()):
         if tied and name == "lm_head.weight":
@@ -217,24 +223,26 @@ def mrope_golden(model: PreTrainedModel, ids: np.ndarray) -> Tensors:
     positions = np.concatenate([before, image + 10, after + 16], 1).astype(np.int32)
     inputs = {"input_ids": torch.from_numpy(ids).long()[None], "use_cache": False}
     out = text_model(model)(**inputs, position_ids=torch.from_numpy(positions).long()[:, None])
+    plain = text_model(model)(**inputs).last_hidden_state
+    assert (out.last_hidden_state - plain).abs().max() > 0.01, "the positions make no difference"
     return {"mrope_positions": positions, "mrope_hidden": out.last_hidden_state[0].numpy()}
 
 
 @torch.no_grad()
-def check_decays(model: PreTrainedModel, golden: Tensors) -> None:
+def check_decays(model: PreTrainedModel, ids: np.ndarray) -> None:
     """Every delta net has tokens at which a head forgets, and some at which one remembers."""
-    text = text_model(model)
-    inputs = [text.embed_tokens(torch.from_numpy(golden["ids"]).long()), *torch.from_numpy(golden["layers"])]
-    for layer, x in zip(text.layers, inputs, strict=False):
-        if hasattr(layer, "linear_attn"):
-            net = layer.linear_attn
-            if hasattr(net, "in_proj_a"):
-                weight = net.in_proj_a.weight
-            else:
-                weight = net.in_proj_ba.weight.view(net.num_k_heads, 2, -1, x.shape[1])[:, 1].flatten(0, 1)
-            a = layer.input_layernorm(x) @ weight.T
-            decay = (-net.A_log.exp() * torch.nn.functional.softplus(a + net.dt_bias)).exp()
-            assert decay.min() < 0.3 and decay.max() > 0.97, decay
+    nets = [layer.linear_attn for layer in text_model(model).layers if hasattr(layer, "linear_attn")]
+    outputs, hooks = [], []
+    for net in nets:
+        projection = net.in_proj_a if hasattr(net, "in_proj_a") else net.in_proj_ba
+        hooks.append(projection.register_forward_hook(lambda module, args, out: outputs.append(out[0])))
+    model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for net, a in zip(nets, outputs, strict=True):
+        a = a.unflatten(-1, (net.num_k_heads, -1))[..., -(net.num_v_heads // net.num_k_heads) :].flatten(1)
+        decay = (-net.A_log.exp() * torch.nn.functional.softplus(a + net.dt_bias)).exp()
+        assert decay.min() < 0.3 and decay.max() > 0.97, decay
 
 
 def margin(logits: np.ndarray) -> float:
@@ -265,7 +273,7 @@ def make(
     model = load(kind, directory)
     ids = random.integers(3, 250, length)
     golden = target_golden(model, ids)
-    check_decays(model, golden)
+    check_decays(model, ids)
     if "text_config" in config:
         golden |= mrope_golden(model, ids)
     error = qwen_mtp.check_layer(directory, golden, 3)

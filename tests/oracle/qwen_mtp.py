@@ -111,7 +111,7 @@ def expert(w: dict[str, Array], index: int, x: Array) -> Array:
 
 
 def feed_forward(c: Checkpoint, w: dict[str, Array], x: Array) -> Array:
-    """x [n, width] -> [n, width]: dense, or the best experts by softmax, rescaled to sum to one, and a shared one."""
+    """x [n, width] -> [n, width]: dense, or the best experts with weights that sum to one, and a shared one."""
     if "gate.weight" not in w:
         return swiglu(w, "", x)
     chances, out = softmax(x @ w["gate.weight"].T), np.zeros_like(x)
@@ -172,7 +172,7 @@ def mtp_golden(directory: Path, golden: dict[str, Array]) -> dict[str, Array]:
 
 
 def check_layer(directory: Path, golden: dict[str, Array], index: int) -> float:
-    """Largest error of `layer` as the trunk's layer `index`, one with full attention, against transformers'."""
+    """Largest error of `layer` as the trunk's layer `index`, a full-attention one, against transformers'."""
     c = Checkpoint(directory)
     out = layer(c, c.part(f"{c.trunk}layers.{index}."), golden["layers"][index - 1])
     return float(np.abs(out - golden["layers"][index]).max())
