@@ -2,19 +2,19 @@
 
     python qwen4_exp.py --out ../golden
 
-  tiny_qwen4_exp/   four residual streams, indexed attention in the fourth layer, hashed n-gram embedding in the
-                    second (its table in four parts, its hash constants as int64), summed MTP input, vision tower
+  tiny_qwen4_exp/   four residual streams, indexed attention in the fourth layer, a hashed n-gram embedding in
+                    the second (table in four parts, hash constants as int64), summed MTP input, vision tower
 
 and beside it tiny_qwen4_exp.npz with what delta_models.py lists (`layers` [L, n, 4 * width] are the streams;
 `hidden` is the final mixer's output, which the head reads: there is no final norm), and
   ngram_ids [n, heads]: rows of the n-gram table
-  ple_window [9, 4 * width], ple_context [2]: of layer 1 after all n tokens, oldest first: the last inputs of the
-    dilated convolution (normalised values), and the last tokens
+  ple_window [9, 4 * width], ple_context [2]: of layer 1 after all n tokens, oldest first: the last inputs of
+    the dilated convolution (normalised values), and the last tokens
   and what qwen4_mtp.py says.
 
-transformers computes the target from the directory. What it was seen to do, besides what delta_models.py says:
-  - PLE's layer numbers count from one; its table's parts are concatenated; it adds to the streams before the layer
-  - the value that the n-gram's gate scales is added as it is; only what goes into the convolution is normalised
+transformers computes the target from the directory. It was seen to do, besides what delta_models.py says:
+  - PLE's layers count from one; its table's parts follow each other; it adds to the streams before the layer
+  - the gated value is added as it is; only what goes into the convolution is normalised
   - the gate is sign(x) sqrt(max(|x|, 1e-6)) before the sigmoid
   - the delta net's output gate is a sigmoid (output_gate_type)
   - `full_attention` in layer_types means indexed attention

@@ -10,8 +10,8 @@ A second draft recycles the streams v_P, with token d_1 at position P + 1. Which
   draft_*: those that row P selected in step 0, whatever the step; so neither itself nor the other drafts
   fresh_draft_*: every step's row selects for itself, as in the trunk
 
-The indexer averages the keys of every four tokens before their norm and rotates them as the first of the four.
-A row takes the best complete groups among those up to itself, and the incomplete one at its end.
+The indexer averages the keys of every four tokens before their norm, and rotates them as the first of these. A
+row takes the best complete groups among those up to itself, and the incomplete one at its end.
 """
 
 from pathlib import Path
@@ -93,7 +93,7 @@ def module(
 
 
 def draft(c: Checkpoint, streams: Array, tokens: Array, reuse: bool) -> tuple[Array, Array]:
-    """DRAFTS steps from the last of the rows: mixed outputs [DRAFTS, width], streams [DRAFTS, streams * width]."""
+    """DRAFTS steps from the last row: mixed [DRAFTS, width], streams [DRAFTS, streams * width]."""
     anchor = len(streams) - 1
     outputs, wide = [], []
     for _ in range(DRAFTS):
@@ -111,7 +111,7 @@ def mtp_golden(directory: Path, golden: dict[str, Array]) -> dict[str, Array]:
     Returns:
       mtp_hidden [n-1, width], after the mixer; mtp_streams [n-1, streams * width]; mtp_logits [n-1, vocab]
       anchors [a]: positions P that drafting starts from, with t_{P+1} as the newest token
-      draft_ids [a, DRAFTS]; draft_hidden, draft_streams, draft_logits [a, DRAFTS, ...]; fresh_draft_* likewise
+      draft_ids [a, DRAFTS]; draft_hidden, draft_streams, draft_logits [a, DRAFTS, ...]; fresh_draft_*
     """
     c = Checkpoint(directory)
     ids, streams = golden["ids"], golden["layers"][-1]

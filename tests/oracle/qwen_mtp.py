@@ -111,7 +111,7 @@ def expert(w: dict[str, Array], index: int, x: Array) -> Array:
 
 
 def feed_forward(c: Checkpoint, w: dict[str, Array], x: Array) -> Array:
-    """x [n, width] -> [n, width]: dense, or the best experts with weights that sum to one, and a shared one."""
+    """x [n, width] -> [n, width]: dense, or the best experts, weighted to sum to one, and a shared one."""
     if "gate.weight" not in w:
         return swiglu(w, "", x)
     chances, out = softmax(x @ w["gate.weight"].T), np.zeros_like(x)
