@@ -10,7 +10,7 @@ A second draft recycles the streams v_P, with token d_1 at position P + 1. Which
   draft_*: those that row P selected in step 0, whatever the step; so neither itself nor the other drafts
   fresh_draft_*: every step's row selects for itself, as in the trunk
 
-The indexer averages the keys of every four tokens before their norm, and rotates them as the first of these. A
+The indexer averages the keys of every four tokens, then normalises them and rotates them as the first. A
 row takes the best complete groups among those up to itself, and the incomplete one at its end.
 """
 
