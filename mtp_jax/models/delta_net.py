@@ -13,9 +13,10 @@ Letters besides those of `mtp_jax/shapes.py`, in this file only:
 
 A row with g = 0 and beta = 0 leaves the state as it is: so do callers hide rows that hold no token.
 
-What a speculative round may have to take back is not undone but never done: the state stays where the
-accepted rows end, a `Journal` keeps what the last round's rows would do to it, and the next round replays as
-many of them as were accepted. That repeats the very same roundings: no bit tells of the rejected rows.
+What a speculative round may have to take back is not undone but never done. A round reads the state and leaves
+it where the accepted rows of the rounds before it end; a `Journal` keeps what its own rows would do, and the
+next round first replays as many of them as were accepted. The replay is the same sums whatever the others were
+and however many, so no bit of the state tells of a rejected row.
 """
 
 import dataclasses
@@ -26,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-MAX_UNROLLED_ROWS = 8  # more rows than a round has become a loop: a program of their length compiles too long
 CHUNK = 64  # rows whose mutual influence is solved at once; the published models are trained with it
 L2_EPS = 1e-6  # under the root, on the sum of squares: the training kernels' constant, in no config.json
 
@@ -187,44 +187,45 @@ def _per_key_head(x: jax.Array, num_key_heads: int) -> jax.Array:
     return x.reshape(x.shape[0], num_key_heads, -1, *x.shape[2:])
 
 
-def _update(state: jax.Array, key: jax.Array, delta: jax.Array, decay: jax.Array) -> jax.Array:
-    """The state B I J X Y after one row: key B I X, delta B I J Y, decay B I J.
+def delta_rule_steps(state: jax.Array, rows: Rows) -> tuple[jax.Array, Changes]:
+    """Outputs of the T rows of a round, one after the other, behind a state that stays as it is.
 
-    Steps and replay both come here, with nothing that could round in between: where a compiler contracts a
-    product and a sum, it does so in both.
-    """
-    return state * decay[..., None, None] + key[:, :, None, :, None] * delta[..., None, :]
-
-
-def delta_rule_steps(state: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, Changes]:
-    """Runs the rows one after the other.
+    The state, far larger than all else, is read once: S^T k_t behind earlier rows is what the first state has
+    for k_t plus what these rows' changes add to it. Every row is written out, so T is that of a round.
 
     Args:
       state: B IJ X Y fp32
       rows: T of them
     Returns:
-      outputs B T IJ Y, fp32; the state after all rows; what they did, for a journal
+      outputs B T IJ Y, fp32; and what the rows do, for a journal
     """
     batch, count, num_key_heads, _ = rows.key.shape
-    # Behind a barrier: what the journal has and what is used here is then one array, not computed twice.
-    keys, decays = jax.lax.optimization_barrier((rows.key, jnp.exp(rows.log_decay)))
-
-    def step(state: jax.Array, row: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        query, key, *others = row
-        value, decay, strength = (_per_key_head(x, num_key_heads) for x in others)
-        # A product and a sum, not a matrix product: the state is read once either way, and this is fp32
-        # everywhere. The decay comes after the sum, so that only `_update` needs the decayed state.
-        known = jnp.sum(state * key[:, :, None, :, None], axis=-2) * decay[..., None]
-        delta = jax.lax.optimization_barrier(strength[..., None] * (value - known))
-        state = _update(state, key, delta, decay)
-        return state, (jnp.sum(state * query[:, :, None, :, None], axis=-2), delta)
-
-    by_row = (rows.query, keys, rows.value, decays, rows.strength)
-    by_row = tuple(jnp.moveaxis(x, 1, 0) for x in by_row)
-    first = _per_key_head(state, num_key_heads)
-    last, stacked = jax.lax.scan(step, first, by_row, unroll=count <= MAX_UNROLLED_ROWS)
-    outputs, deltas = (jnp.moveaxis(x, 0, 1).reshape(batch, count, *rows.value.shape[2:]) for x in stacked)
-    return outputs, last.reshape(state.shape), Changes(keys, deltas, decays)
+    state = _per_key_head(state, num_key_heads)
+    value, strength, log_decay = (
+        x.reshape(batch, count, num_key_heads, -1, *x.shape[3:])
+        for x in (rows.value, rows.strength, rows.log_decay)
+    )
+    total = jnp.cumsum(log_decay, axis=1)  # B T I J
+    # Products and sums, not matrix products: fp32 on every platform, and the reading is what takes the time.
+    both = jnp.concatenate([rows.key, rows.query], axis=1)
+    first = jnp.sum(state[:, None] * both[:, :, :, None, :, None], axis=-2)  # B 2T I J Y
+    known, outputs = jnp.split(first, 2, axis=1)
+    known, outputs = (x * jnp.exp(total)[..., None] for x in (known, outputs))
+    # How much of an earlier row's delta, on axis 2, is found along a row's key or query.
+    earlier = jnp.tril(jnp.ones((count, count), bool))[:, :, None, None]
+    between = jnp.exp(jnp.where(earlier, total[:, :, None] - total[:, None], -math.inf))  # B T T I J
+    along_key, along_query = (
+        (jnp.sum(x[:, :, None] * rows.key[:, None], axis=-1)[..., None] * between)[..., None]
+        for x in (rows.key, rows.query)
+    )
+    deltas = strength[:, :1, ..., None] * (value[:, :1] - known[:, :1])
+    for row in range(1, count):
+        found = known[:, row] + jnp.sum(along_key[:, row, :row] * deltas, axis=1)
+        delta = strength[:, row, ..., None] * (value[:, row] - found)
+        deltas = jnp.concatenate([deltas, delta[:, None]], axis=1)
+    outputs = outputs + jnp.sum(along_query * deltas[:, None], axis=2)
+    changes = Changes(rows.key, deltas.reshape(rows.value.shape), jnp.exp(rows.log_decay))
+    return outputs.reshape(rows.value.shape), changes
 
 
 def replay(
@@ -232,26 +233,21 @@ def replay(
 ) -> tuple[jax.Array, jax.Array]:
     """Advances a state B IJ X Y and a window by the first count [B] int32 (0 to T) rows of a journal.
 
-    The same bits as if only these rows had ever been run by `delta_rule_steps`. For a round's rows the replay
-    is one pass over the state. Rows behind count may hold anything.
+    One pass over the state. Rows behind count may hold anything, and leave no trace.
     """
-    num_rows, num_key_heads = journal.changes.key.shape[1:3]
+    changes = journal.changes
+    num_rows, num_key_heads = changes.key.shape[1:3]
     live = jnp.arange(num_rows, dtype=jnp.int32) < count[:, None]
 
-    def by_row(x: jax.Array, otherwise: float) -> jax.Array:
-        x = jnp.where(live.reshape(*live.shape, *(1,) * (x.ndim - 2)), x, otherwise)
-        return jnp.moveaxis(x, 1, 0)
+    def kept(x: jax.Array, otherwise: float) -> jax.Array:
+        return jnp.where(live.reshape(*live.shape, *(1,) * (x.ndim - 2)), x, otherwise)
 
-    def step(state: jax.Array, row: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        key, *others = row
-        delta, decay = (_per_key_head(x, num_key_heads) for x in others)
-        return _update(state, key, delta, decay), None
-
-    changes = journal.changes
-    rows = by_row(changes.key, 0.0), by_row(changes.delta, 0.0), by_row(changes.decay, 1.0)
-    first = _per_key_head(state, num_key_heads)
-    last, _ = jax.lax.scan(step, first, rows, unroll=num_rows <= MAX_UNROLLED_ROWS)
-    return last.reshape(state.shape), advance_window(window, journal.channels, count)
+    key, delta, decay = kept(changes.key, 0.0), kept(changes.delta, 0.0), kept(changes.decay, 1.0)
+    new = _per_key_head(state, num_key_heads)
+    for row in range(num_rows):
+        row_delta, row_decay = (_per_key_head(x[:, row], num_key_heads) for x in (delta, decay))
+        new = new * row_decay[..., None, None] + key[:, row, :, None, :, None] * row_delta[..., None, :]
+    return new.reshape(state.shape), advance_window(window, journal.channels, count)
 
 
 def _product(spec: str, *operands: jax.Array) -> jax.Array:
@@ -279,7 +275,7 @@ def _in_chunks(rows: Rows, chunk: int) -> Rows:
 
 
 def delta_rule_chunked(state: jax.Array, rows: Rows, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
-    """`delta_rule_steps` for many rows: equal but for rounding, in products of chunk by chunk matrices.
+    """The same for many rows that all count, and the state behind them, in products of matrices.
 
     In a chunk, with G_t the sum of g up to row t, row t's delta depends on those of earlier rows s by
     beta_t e^(G_t - G_s) k_t.k_s: a unit lower triangular system, solved for all rows at once.

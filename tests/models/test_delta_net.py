@@ -1,5 +1,6 @@
-"""The gated delta net: against goldens, chunked against stepwise, and exact replay of accepted rows."""
+"""The gated delta net: its forms against the definition, exact replay of accepted rows, and goldens."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from tests.oracle import qwen_mtp
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Rounding of fp32 sums in another order; states and outputs here are of the order of one.
 TOLERANCE = 2e-5
-HEADS = [DeltaHeads(2, 4, 8, 16), DeltaHeads(3, 3, 16, 8), DeltaHeads(2, 6, 128, 128)]
+HEADS = [DeltaHeads(2, 4, 8, 16), DeltaHeads(3, 3, 16, 8), DeltaHeads(1, 2, 128, 128)]
+ROUND = 4
 
-Steps = Callable[[jax.Array, Rows], tuple[jax.Array, jax.Array, Changes]]
-steps: Steps = jax.jit(delta_net.delta_rule_steps)
+steps = jax.jit(delta_net.delta_rule_steps)
 chunked = jax.jit(delta_net.delta_rule_chunked, static_argnames="chunk")
 replay = jax.jit(delta_net.replay)
 
@@ -47,46 +48,67 @@ def largest(a: jax.Array | np.ndarray, b: jax.Array | np.ndarray) -> float:
     return float(np.abs(np.asarray(a) - np.asarray(b)).max())
 
 
+def definition(state: jax.Array, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs and last state, row by row in float64."""
+    q, k, v, g, beta = (np.asarray(x, np.float64) for x in jax.tree.leaves(rows))
+    s, outputs = np.asarray(state, np.float64).copy(), np.zeros(v.shape)
+    share = s.shape[1] // k.shape[2]
+    for t in range(k.shape[1]):
+        key, query = (np.repeat(x[:, t], share, axis=1) for x in (k, q))  # B IJ X
+        s *= np.exp(g[:, t])[..., None, None]
+        delta = beta[:, t, :, None] * (v[:, t] - np.einsum("bhxy,bhx->bhy", s, key))
+        s += np.einsum("bhx,bhy->bhxy", key, delta)
+        outputs[:, t] = np.einsum("bhxy,bhx->bhy", s, query)
+    return outputs, s
+
+
+def journal_of(heads: DeltaHeads, changes: Changes, seed: int = 4) -> Journal:
+    noise = np.random.default_rng(seed).standard_normal((*changes.key.shape[:2], heads.num_channels))
+    return Journal(jnp.asarray(noise, jnp.bfloat16), changes)
+
+
+def blank_window(heads: DeltaHeads, batch: int) -> jax.Array:
+    return jnp.full((batch, 3, heads.num_channels), 7, jnp.bfloat16)
+
+
+def stepwise(state: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """Outputs and last state by rounds of ROUND rows, all of which stand; the last round filled up."""
+    batch, count = rows.key.shape[:2]
+    padded = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, -count % ROUND)] + [(0, 0)] * (x.ndim - 2)), rows)
+    window = jnp.zeros((batch, 3, 1), jnp.float32)
+    outputs = []
+    for start in range(0, count, ROUND):
+        out, changes = steps(state, part(padded, start, start + ROUND))
+        journal = Journal(jnp.zeros((batch, ROUND, 1), jnp.float32), changes)
+        state, window = replay(state, window, journal, jnp.full(batch, ROUND, jnp.int32))
+        outputs.append(out)
+    return jnp.concatenate(outputs, axis=1)[:, :count], state
+
+
 # Forms of the recurrence
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("count", [1, 64, 150])
-def test_chunked_is_stepwise(heads: DeltaHeads, count: int) -> None:
-    rows, state = random_rows(heads, 2, count), random_state(heads, 2)
-    outputs, last, _ = steps(state, rows)
-    chunk_outputs, chunk_last = chunked(state, rows)
+def test_both_forms_are_the_definition(heads: DeltaHeads) -> None:
+    rows, state = random_rows(heads, 2, 150), random_state(heads, 2)
+    outputs, last = definition(state, rows)
     assert largest(last, state) > 0.1
-    assert largest(chunk_outputs, outputs) < TOLERANCE
-    assert largest(chunk_last, last) < TOLERANCE
+    for form in (stepwise, chunked):
+        form_outputs, form_last = form(state, rows)
+        assert largest(form_outputs, outputs) < TOLERANCE
+        assert largest(form_last, last) < TOLERANCE
 
 
-def test_stepwise_is_the_definition() -> None:
-    heads = HEADS[0]
-    rows, state = random_rows(heads, 1, 20), random_state(heads, 1)
-    outputs, last, _ = steps(state, rows)
-    q, k, v, g, beta = (np.asarray(x, np.float64)[0] for x in jax.tree.leaves(rows))
-    s, expected = np.asarray(state, np.float64)[0], np.zeros(outputs.shape[1:])
-    for t in range(20):
-        for head in range(4):
-            key, query = k[t, head // 2], q[t, head // 2]
-            s[head] *= np.exp(g[t, head])
-            s[head] += np.outer(key, beta[t, head] * (v[t, head] - s[head].T @ key))
-            expected[t, head] = s[head].T @ query
-    assert largest(outputs[0], expected) < TOLERANCE
-    assert largest(last[0], s) < TOLERANCE
-
-
-@pytest.mark.parametrize("cuts", [(1,), (7, 14, 21), (16, 64, 80), (63, 64, 65, 129)])
+@pytest.mark.parametrize("cuts", [(1,), (16, 32, 48, 64), (64,)])
 def test_any_split_is_the_whole(cuts: tuple[int, ...]) -> None:
-    """State and window handed from part to part, chunked; the convolution to the bit."""
-    heads, count = HEADS[0], 150
+    """State and window handed from part to part; the convolution to the bit."""
+    heads, count = HEADS[0], 80
     rows, state = random_rows(heads, 2, count), random_state(heads, 2)
     random = np.random.default_rng(2)
     x = jnp.asarray(random.standard_normal((2, count, heads.num_channels)), jnp.float32)
     weight = jnp.asarray(random.standard_normal((heads.num_channels, 4)), jnp.float32)
     window = jnp.zeros((2, 3, heads.num_channels), jnp.float32)
-    whole, whole_state, _ = steps(state, rows)
+    whole, whole_state = definition(state, rows)
     whole_conv = delta_net.causal_conv(window, x, weight)
     pieces, convolved = [], []
     for start, stop in zip((0, *cuts), (*cuts, count), strict=True):
@@ -112,113 +134,105 @@ def test_convolution(dilation: int) -> None:
     assert largest(out, expected) < 1e-5  # four fp32 products
 
 
+def hide(rows: Rows, hidden: np.ndarray) -> Rows:
+    """Rows of which those marked in hidden [B, T] hold no token."""
+    blank = {name: jnp.where(hidden[..., None], 0, getattr(rows, name)) for name in ("log_decay", "strength")}
+    return dataclasses.replace(rows, **blank)
+
+
 def test_hidden_rows_do_nothing() -> None:
-    """Rows without strength and decay, in between and at the end, leave the state and the other outputs alone."""
     heads = HEADS[0]
     rows, state = random_rows(heads, 2, 12), random_state(heads, 2)
-    seen = jnp.asarray(np.arange(12) % 3 != 1)
-    hidden = Rows(
-        rows.query,
-        rows.key,
-        rows.value,
-        jnp.where(seen[:, None], rows.log_decay, 0),
-        jnp.where(seen[:, None], rows.strength, 0),
-    )
-    shorter = jax.tree.map(lambda x: x[:, np.flatnonzero(seen)], rows)
-    outputs, last, _ = steps(state, shorter)
-    all_outputs, all_last, _ = steps(state, hidden)
-    np.testing.assert_array_equal(all_last, last)
-    np.testing.assert_array_equal(all_outputs[:, np.flatnonzero(seen)], outputs)
-    assert largest(chunked(state, hidden)[1], last) < TOLERANCE
+    seen = np.arange(12) % 3 != 1
+    rows_seen = jax.tree.map(lambda x: x[:, np.flatnonzero(seen)], rows)
+    outputs, last = definition(state, rows_seen)
+    for form in (stepwise, chunked):
+        all_outputs, all_last = form(state, hide(rows, np.tile(~seen, (2, 1))))
+        assert largest(all_outputs[:, np.flatnonzero(seen)], outputs) < TOLERANCE
+        assert largest(all_last, last) < TOLERANCE
+        np.testing.assert_array_equal(form(state, hide(rows, np.ones((2, 12), bool)))[1], state)
 
 
-def test_gradients_agree() -> None:
-    """Training goes through the chunked form; masked places must not leak into its gradient."""
+def test_gradient() -> None:
+    """Training goes through the chunked form; what its masks hide must not leak into the gradient."""
     heads = HEADS[0]
     rows, state = random_rows(heads, 1, 70), random_state(heads, 1)
 
-    def loss(form: Callable[..., tuple], rows: Rows) -> jax.Array:
-        outputs, last, *_ = form(state, rows)
+    def loss(rows: Rows) -> jax.Array:
+        outputs, last = delta_net.delta_rule_chunked(state, rows)
         return jnp.sum(jnp.square(outputs)) + jnp.sum(jnp.square(last))
 
-    stepwise, by_chunk = (jax.jit(jax.grad(lambda r, f=f: loss(f, r)))(rows) for f in (steps, chunked))
-    for name in ("query", "key", "value", "log_decay", "strength"):
-        a, b = getattr(stepwise, name), getattr(by_chunk, name)
-        assert largest(a, b) < TOLERANCE * (1 + float(jnp.abs(a).max())), name
+    gradient = jax.jit(jax.grad(loss))(rows)
+    random = np.random.default_rng(7)
+    direction = jax.tree.map(lambda x: random.standard_normal(x.shape), rows)
+    step = 1e-5
+
+    def shifted(sign: int) -> float:
+        moved = jax.tree.map(lambda x, d: np.asarray(x, np.float64) + sign * step * d, rows, direction)
+        outputs, last = definition(state, moved)
+        return float((outputs**2).sum() + (last**2).sum())
+
+    slope = (shifted(1) - shifted(-1)) / (2 * step)
+    products = jax.tree.map(lambda g, d: float((np.asarray(g, np.float64) * d).sum()), gradient, direction)
+    # fp32 sums against a central difference in float64
+    assert sum(jax.tree.leaves(products)) == pytest.approx(slope, rel=1e-4)
 
 
 # Replay
 
 
-def journal_of(heads: DeltaHeads, changes: Changes, count: int, seed: int = 4) -> Journal:
-    noise = np.random.default_rng(seed).standard_normal((changes.key.shape[0], count, heads.num_channels))
-    return Journal(jnp.asarray(noise, jnp.bfloat16), changes)
-
-
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 4, 12])
+@pytest.mark.parametrize("num_rows", [1, 4, 8])
 def test_replay_is_having_run_only_these(heads: DeltaHeads, num_rows: int) -> None:
-    """Every count at once, one a row; to the bit, although other programs computed the two."""
+    """Every count at once, one a row: to the bit, a round in which the other rows held no token."""
     batch = num_rows + 1
     rows, state = random_rows(heads, batch, num_rows), random_state(heads, batch)
-    _, _, changes = steps(state, rows)
-    journal = journal_of(heads, changes, num_rows)
-    window = jnp.full((batch, 3, heads.num_channels), 7, jnp.bfloat16)
-    new_state, new_window = replay(state, window, journal, jnp.arange(batch, dtype=jnp.int32))
+    count = jnp.arange(batch, dtype=jnp.int32)
+    journal = journal_of(heads, steps(state, rows)[1])
+    new_state, new_window = replay(state, blank_window(heads, batch), journal, count)
+    fewer = hide(rows, np.arange(num_rows) >= np.asarray(count)[:, None])
+    alone = journal_of(heads, steps(state, fewer)[1])
+    whole = jnp.full(batch, num_rows, jnp.int32)
+    np.testing.assert_array_equal(new_state, replay(state, blank_window(heads, batch), alone, whole)[0])
+    assert largest(new_state, definition(state, fewer)[1]) < TOLERANCE
     np.testing.assert_array_equal(new_state[0], state[0])
-    for count in range(1, batch):
-        _, expected, _ = steps(state, part(rows, 0, count))
-        np.testing.assert_array_equal(new_state[count], expected[count])
-    inputs = np.concatenate([window, journal.channels], 1)
-    for count in range(batch):
-        np.testing.assert_array_equal(new_window[count], inputs[count, count : count + 3])
+    inputs = np.concatenate([blank_window(heads, batch), journal.channels], 1)
+    for row in range(batch):
+        np.testing.assert_array_equal(new_window[row], inputs[row, row : row + 3])
 
 
-def test_replay_ignores_what_was_rejected() -> None:
-    heads = HEADS[0]
-    rows, state = random_rows(heads, 3, 4), random_state(heads, 3)
-    _, _, changes = steps(state, rows)
-    journal, count = journal_of(heads, changes, 4), jnp.asarray([0, 2, 4], jnp.int32)
-    window = jnp.zeros((3, 3, heads.num_channels), jnp.bfloat16)
-    rejected = np.arange(4) >= np.asarray(count)[:, None]
-
-    def spoil(x: jax.Array) -> jax.Array:
-        return jnp.where(rejected.reshape(3, 4, *(1,) * (x.ndim - 2)), jnp.nan, x)
-
-    for a, b in zip(
-        replay(state, window, jax.tree.map(spoil, journal), count),
-        replay(state, window, journal, count),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_rounds_with_rejections_are_plain_decoding() -> None:
-    """Rounds of four rows, of which some stand, end with the very state of one row at a time."""
-    heads, batch, length = HEADS[1], 3, 24
-    rows, random = random_rows(heads, batch, length), np.random.default_rng(5)
-    state = plain = jnp.zeros((batch, *heads.state_shape), jnp.float32)
-    for t in range(length):
-        _, plain, _ = steps(plain, part(rows, t, t + 1))
-    wrong = random_rows(heads, batch, 4, seed=6)
-    window = jnp.zeros((batch, 3, heads.num_channels), jnp.bfloat16)
-    _, _, changes = steps(state, wrong)
-    journal, count = journal_of(heads, changes, 4), jnp.zeros(batch, jnp.int32)
-    done = np.zeros(batch, np.int64)
-    while (done < length).any() or np.asarray(count).any():
-        state, window = replay(state, window, journal, count)
-        accepted = np.minimum(random.integers(1, 5, batch), length - done)
-        places = np.minimum(done[:, None] + np.arange(4), length - 1)
-        stands = np.arange(4) < accepted[:, None]
-
-        def mixture(right: jax.Array, other: jax.Array, places=places, stands=stands) -> jax.Array:
-            chosen = right[np.arange(batch)[:, None], places]
-            return jnp.where(stands.reshape(batch, 4, *(1,) * (right.ndim - 2)), chosen, other)
-
-        _, _, changes = steps(state, jax.tree.map(mixture, rows, wrong))
-        journal, count = journal_of(heads, changes, 4), jnp.asarray(accepted, jnp.int32)
+def rounds(heads: DeltaHeads, rows: Rows, wrong: Callable[[Rows, np.ndarray], Rows]) -> jax.Array:
+    """The state after all rows, in rounds of which some stand and the rest is what `wrong` makes of it."""
+    batch, length = rows.key.shape[:2]
+    random, done = np.random.default_rng(5), np.zeros(batch, np.int64)
+    state, window = random_state(heads, batch), blank_window(heads, batch)
+    while (done < length).any():
+        accepted = np.minimum(random.integers(1, ROUND + 1, batch), length - done)
+        places = np.minimum(done[:, None] + np.arange(ROUND), length - 1)
+        offered = jax.tree.map(lambda x, places=places: x[np.arange(batch)[:, None], places], rows)
+        _, changes = steps(state, wrong(offered, np.arange(ROUND) >= accepted[:, None]))
+        journal = journal_of(heads, changes)
+        state, window = replay(state, window, journal, jnp.asarray(accepted, jnp.int32))
         done += accepted
-    np.testing.assert_array_equal(state, plain)
+    return state
+
+
+def test_rejected_rows_leave_no_trace() -> None:
+    """Whatever they were, even not numbers; and the state is that of the accepted rows."""
+    heads = HEADS[1]
+    rows, others = random_rows(heads, 3, 24), random_rows(heads, 3, ROUND, seed=6)
+
+    def replaced(rows: Rows, rejected: np.ndarray, by: Rows) -> Rows:
+        def choose(x: jax.Array, other: jax.Array) -> jax.Array:
+            return jnp.where(rejected.reshape(*rejected.shape, *(1,) * (x.ndim - 2)), other, x)
+
+        return jax.tree.map(choose, rows, by)
+
+    nothing = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), others)
+    absent = rounds(heads, rows, hide)
+    np.testing.assert_array_equal(rounds(heads, rows, lambda r, at: replaced(r, at, others)), absent)
+    np.testing.assert_array_equal(rounds(heads, rows, lambda r, at: replaced(r, at, nothing)), absent)
+    assert largest(absent, definition(random_state(heads, 3), rows)[1]) < TOLERANCE
 
 
 # Goldens: the whole first layer of each family
@@ -259,7 +273,7 @@ class FirstLayer:
         window = jnp.zeros((1, 3, self.heads.num_channels), jnp.float32)
         mixed = jax.nn.silu(delta_net.causal_conv(window, qkv, w["conv1d.weight"][:, 0]))
         rows = delta_net.recurrence_rows(mixed, b, a, w["A_log"], w["dt_bias"], self.heads)
-        out, state, *_ = form(jnp.zeros((1, *self.heads.state_shape), jnp.float32), rows)
+        out, state = form(jnp.zeros((1, *self.heads.state_shape), jnp.float32), rows)
         gated = delta_net.gated_rms_norm(
             out, z.reshape(out.shape), w["norm.weight"], self.checkpoint.eps, self.gate
         )
@@ -275,7 +289,7 @@ class FirstLayer:
         return qwen_mtp.feed_forward(self.checkpoint, w, x)
 
 
-@pytest.mark.parametrize("form", [steps, chunked], ids=["stepwise", "chunked"])
+@pytest.mark.parametrize("form", [stepwise, chunked], ids=["stepwise", "chunked"])
 @pytest.mark.parametrize("name", ["tiny_qwen3_next", "tiny_qwen3_5", "tiny_qwen3_5_moe"])
 def test_first_layer(name: str, form: Callable[..., tuple]) -> None:
     with np.load(GOLDEN / f"{name}.npz") as stored:
@@ -291,7 +305,7 @@ def test_first_layer(name: str, form: Callable[..., tuple]) -> None:
     assert largest(window, golden["window"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("form", [steps, chunked], ids=["stepwise", "chunked"])
+@pytest.mark.parametrize("form", [stepwise, chunked], ids=["stepwise", "chunked"])
 def test_first_layer_with_streams(form: Callable[..., tuple]) -> None:
     """Qwen4Exp: four streams around the sub-layers, and a sigmoid at the delta net's output."""
     with np.load(GOLDEN / "tiny_qwen4_exp.npz") as stored:
