@@ -13,10 +13,10 @@ Letters besides those of `mtp_jax/shapes.py`, in this file only:
 
 A row with g = 0 and beta = 0 leaves the state as it is: so do callers hide rows that hold no token.
 
-What a speculative round may have to take back is not undone but never done. A round reads the state and leaves
-it where the accepted rows of the rounds before it end; a `Journal` keeps what its own rows would do, and the
-next round first replays as many of them as were accepted. The replay is the same sums whatever the others were
-and however many, so no bit of the state tells of a rejected row.
+What a speculative round may have to take back is not undone but never done. A round reads the state and
+leaves it where the accepted rows of earlier rounds end; a `Journal` keeps what its own rows would do, and the
+next round first replays as many of them as were accepted. The replay is the same sums whatever the others
+were and however many, so no bit of the state tells of a rejected row.
 """
 
 import dataclasses
@@ -209,8 +209,7 @@ def delta_rule_steps(state: jax.Array, rows: Rows) -> tuple[jax.Array, Changes]:
     # Products and sums, not matrix products: fp32 on every platform, and the reading is what takes the time.
     both = jnp.concatenate([rows.key, rows.query], axis=1)
     first = jnp.sum(state[:, None] * both[:, :, :, None, :, None], axis=-2)  # B 2T I J Y
-    known, outputs = jnp.split(first, 2, axis=1)
-    known, outputs = (x * jnp.exp(total)[..., None] for x in (known, outputs))
+    known, outputs = (x * jnp.exp(total)[..., None] for x in jnp.split(first, 2, axis=1))
     # How much of an earlier row's delta, on axis 2, is found along a row's key or query.
     earlier = jnp.tril(jnp.ones((count, count), bool))[:, :, None, None]
     between = jnp.exp(jnp.where(earlier, total[:, :, None] - total[:, None], -math.inf))  # B T T I J
@@ -218,14 +217,14 @@ def delta_rule_steps(state: jax.Array, rows: Rows) -> tuple[jax.Array, Changes]:
         (jnp.sum(x[:, :, None] * rows.key[:, None], axis=-1)[..., None] * between)[..., None]
         for x in (rows.key, rows.query)
     )
-    deltas = strength[:, :1, ..., None] * (value[:, :1] - known[:, :1])
-    for row in range(1, count):
-        found = known[:, row] + jnp.sum(along_key[:, row, :row] * deltas, axis=1)
-        delta = strength[:, row, ..., None] * (value[:, row] - found)
+    deltas, found = value[:, :0], []
+    for row in range(count):
+        expected = known[:, row] + jnp.sum(along_key[:, row, :row] * deltas, axis=1)
+        delta = strength[:, row, ..., None] * (value[:, row] - expected)
         deltas = jnp.concatenate([deltas, delta[:, None]], axis=1)
-    outputs = outputs + jnp.sum(along_query * deltas[:, None], axis=2)
+        found.append(outputs[:, row] + jnp.sum(along_query[:, row, : row + 1] * deltas, axis=1))
     changes = Changes(rows.key, deltas.reshape(rows.value.shape), jnp.exp(rows.log_decay))
-    return outputs.reshape(rows.value.shape), changes
+    return jnp.stack(found, axis=1).reshape(rows.value.shape), changes
 
 
 def replay(
