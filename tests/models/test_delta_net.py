@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from mtp_jax.models import delta_net
 from mtp_jax.models.delta_net import Changes, DeltaHeads, Journal, Rows
@@ -185,6 +186,20 @@ def test_gradient() -> None:
     products = jax.tree.map(lambda g, d: float((np.asarray(g, np.float64) * d).sum()), gradient, direction)
     # fp32 sums against a central difference in float64
     assert sum(jax.tree.leaves(products)) == pytest.approx(slope, rel=1e-4)
+
+
+def test_heads_over_devices() -> None:
+    """Every form inside shard_map, key heads with their value heads on a device; no collective is needed."""
+    heads = HEADS[0]
+    rows, state = random_rows(heads, 2, ROUND), random_state(heads, 2)
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_head, of_state = P(None, None, "tensor"), P(None, "tensor")
+    for form in (stepwise, chunked):
+        spread = jax.shard_map(
+            form, mesh=mesh, in_specs=(of_state, by_head), out_specs=(by_head, of_state), check_vma=True
+        )
+        for got, expected in zip(jax.jit(spread)(state, rows), form(state, rows), strict=True):
+            assert largest(got, expected) < TOLERANCE
 
 
 # Replay
