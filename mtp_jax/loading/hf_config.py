@@ -67,7 +67,6 @@ def _refuse_features(fields: Fields) -> None:
     fields.must_be("hidden_act", ("silu",))
     fields.must_be("mlp_bias", (False, None))
     fields.must_be("use_sliding_window", (False, None))
-    fields.must_be("quantization_config", (None,))
     model_type = fields.values["model_type"]
     if model_type != "glm4_moe":
         fields.must_be("partial_rotary_factor", (1, None))

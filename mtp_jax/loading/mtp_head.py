@@ -14,8 +14,9 @@ import numpy as np
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError, InvalidValueError
 from mtp_jax.loading.fingerprint import target_fingerprint
-from mtp_jax.loading.safetensors_dir import MTP_HEAD_FILE, TensorFiles
+from mtp_jax.loading.safetensors_dir import MTP_HEAD_FILE
 from mtp_jax.loading.source import WeightSource, check_shapes
+from mtp_jax.loading.tensor_files import TensorFiles
 from mtp_jax.models.registry import mtp_prefix, mtp_tensors
 
 log = logging.getLogger(__name__)
