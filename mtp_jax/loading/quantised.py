@@ -94,18 +94,16 @@ class LogicalTensors:
     def read(self, name: str) -> np.ndarray:
         return self._made[name].read() if name in self._made else self.stored.read(self._known(name))
 
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Stored bytes of each kind of tensor, the largest kind first."""
-        found: dict[str, int] = {}
-        for name in self.names():
-            made = self._made.get(name)
-            kind, parts = (str(self.dtype(name)), (name,)) if made is None else (made.kind, made.parts)
-            found[kind] = found.get(kind, 0) + sum(self.stored.nbytes(part) for part in parts)
-        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
-
-    @property
-    def is_quantised(self) -> bool:
-        return bool(self._made)
+    def stored_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Stored bytes by element type of plain tensors, and by kind of quantised ones."""
+        plain: dict[str, int] = {}
+        packed: dict[str, int] = {}
+        for name in sorted(self._plain):
+            kind = str(self.dtype(name))
+            plain[kind] = plain.get(kind, 0) + self.stored.nbytes(name)
+        for made in self._made.values():
+            packed[made.kind] = packed.get(made.kind, 0) + sum(map(self.stored.nbytes, made.parts))
+        return plain, packed
 
     def _check_plain(self, name: str) -> None:
         if name in self._made:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from mtp_jax.errors import CheckpointError
@@ -56,14 +57,16 @@ class SafetensorsDir(LogicalTensors):
             return self._tokenizer
 
     def describe(self) -> str:
-        kinds = self.bytes_by_kind()
         size, modules = count_text(self.config), self.config.num_nextn_predict_layers
         mtp = f", {modules} MTP module{'s' * (modules > 1)}" if modules else ""
-        weights = f"{_size(sum(kinds.values()))} of {', '.join(kinds)}"
-        if self.is_quantised:
-            plain = _size(sum(self.nbytes(name) for name in self.names()))
-            weights += f", dequantised to {RESULT} at loading: {size} parameters take {plain}"
-        return f"{self.config.model_type}, {size} parameters{mtp}, {self.directory}, {weights}"
+        line = f"{self.config.model_type}, {size} parameters{mtp}, {self.directory}, "
+        plain, packed = self.stored_bytes()
+        if not packed:
+            return line + f"{_size(sum(plain.values()))} of {', '.join(sorted(plain))}"
+        memory = sum(self.nbytes(name) for name in self.names())
+        line += f"{_sizes(packed)}, dequantised to {RESULT} at loading"
+        line += f", and {_sizes(plain)}" if plain else ""
+        return line + f": {size} parameters take {_size(memory)}"
 
     def _is_unused(self, name: str) -> bool:
         # Tied wins over a stored head, as in transformers; old Llama files store rotary tables.
@@ -93,6 +96,10 @@ class SafetensorsDir(LogicalTensors):
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _sizes(kinds: Mapping[str, int]) -> str:
+    return " and ".join(f"{_size(count)} of {kind}" for kind, count in kinds.items())
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -154,7 +154,7 @@ def test_shapes_that_contradict_the_configuration(copy):
     directory = copy("tiny_qwen2")
     edit_config(directory, intermediate_size=96)
     with pytest.raises(
-        CheckpointError, match=r"6 of another shape: .*gate_proj\.weight \[80, 32\] instead of \[96, 32\]"
+        CheckpointError, match=r"9 of another shape: .*gate_proj\.weight \[80, 32\] instead of \[96, 32\]"
     ):
         SafetensorsDir(directory)
 
