@@ -107,7 +107,11 @@ _INTEGER = number(int, 0)  # EngineConfig knows the ranges
 _Flag = tuple[str, Callable[[str], object], tuple[str, ...] | None]
 FLAGS: dict[str, dict[str, _Flag]] = {
     "model": {
-        "model": ("Hugging Face directory or GGUF file; without it, the default model", any_text, None),
+        "model": (
+            "Hugging Face directory, GGUF file or output of `mtp-jax convert`; without it, the default model",
+            any_text,
+            None,
+        ),
         "served_model_name": ("name that clients ask for ('default' always works)", any_text, None),
         "mtp_head": ("file or directory with the weights of an MTP module", any_text, None),
         "dtype": (
