@@ -50,16 +50,13 @@ class FP8Format:
         shape, lead = stored.shape(scales), tuple(stack)
         legal = {lead: (rows, columns), (*lead, 1): (rows, columns), (*lead, 1, 1): (rows, columns)}
         legal |= {(*lead, rows): (1, columns), (*lead, rows, 1): (1, columns)}
+        wanted, more = [*lead, rows, 1], "; blocks need a weight_block_size in quantization_config"
         if self.block is not None:
-            blocks = (-(-rows // self.block[0]), -(-columns // self.block[1]))
-            legal[*lead, *blocks] = self.block
+            wanted, more = [*lead, -(-rows // self.block[0]), -(-columns // self.block[1])], ""
+            legal[tuple(wanted)] = self.block
         if shape not in legal:
-            wanted = [*lead, *blocks] if self.block is not None else [*lead, rows, 1]
-            more = (
-                "" if self.block is not None else "; blocks need a weight_block_size in quantization_config"
-            )
-            got, legal_text = list(shape), f"the scales of {name}, of shape {wanted}{more}"
-            raise CheckpointError(scales, got, legal_text)
+            text = f"the scales of {name}, of shape {wanted}{more}"
+            raise CheckpointError(scales, list(shape), text)
         return legal[shape]
 
 

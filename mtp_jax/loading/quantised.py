@@ -19,7 +19,7 @@ from mtp_jax.loading.tensor_files import TensorFiles
 Shape = tuple[int, ...]
 
 RESULT = np.dtype(ml_dtypes.bfloat16)
-_PLAIN = (np.dtype(np.float32), np.dtype(np.float16), RESULT)
+PLAIN = (np.dtype(np.float32), np.dtype(np.float16), RESULT)
 _PIECE = 1 << 18  # elements that are dequantised at once: they stay in a core's cache
 # Scales of activations and caches, which stay bfloat16 here.
 _UNUSED = re.compile(
@@ -113,7 +113,7 @@ class LogicalTensors:
             raise CheckpointError(
                 name, got, "whole weights, of the kind that config.json's quantization_config says"
             )
-        if self.stored.dtype(name) not in _PLAIN:
+        if self.stored.dtype(name) not in PLAIN:
             legal = "float32, float16 or bfloat16, or a quantization_config in config.json that explains it"
             raise CheckpointError(name, str(self.stored.dtype(name)), legal)
 
