@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.paged import sink_pages
+from mtp_jax.engine.shaping_state import ShapingState
 from mtp_jax.engine.trees import stand_in
 from sharding.placement import Placement
 
@@ -35,6 +36,7 @@ class Slots:
     draft_logits: (
         jax.Array | None
     )  # U K Vd float32  log q up to a constant, split along Vd; None: one-hot drafts
+    shaping: ShapingState | None = None  # there only in steps that shape logits
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +75,11 @@ class EngineState:
     lane_x: jax.Array  # Z C D     the same for the prefill lane
     caches: tuple[tuple[jax.Array, jax.Array], ...]  # per layer slot: keys, values, each Z P page G H
     mtp_cache: tuple[jax.Array, jax.Array] | None  # P page G H each; None where K = 0
+
+
+def with_shaping(state: EngineState, shaping: ShapingState | None) -> EngineState:
+    """The state (or its specs or shapes) of a step that shapes logits; None takes it out again."""
+    return dataclasses.replace(state, slots=dataclasses.replace(state.slots, shaping=shaping))
 
 
 def _keeps_logits(config: EngineConfig) -> bool:
