@@ -13,12 +13,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig, ModelConfig
-from mtp_jax.engine.buckets import Bucket, BucketTable
+from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
 from mtp_jax.engine.memory import MemoryPlan, plan_memory
 from mtp_jax.engine.plan_arrays import PlanArrays, PlanWriter
-from mtp_jax.engine.state import EngineState, init_state, state_shapes, state_specs
+from mtp_jax.engine.shaping_slots import ShapingSlots
+from mtp_jax.engine.shaping_state import shaping_shapes, shaping_specs
+from mtp_jax.engine.state import EngineState, init_state, state_shapes, state_specs, with_shaping
 from mtp_jax.engine.step import Program, dividing_sizes
 from mtp_jax.engine.trees import spec_of, stand_in
 from mtp_jax.engine.weights import WeightLayout, Weights
@@ -205,6 +207,7 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
         executables=executables,
         buckets=table,
         writer=PlanWriter(config, layout.placement),
+        shaping=ShapingSlots(config.max_num_seqs, layout.padded_vocab, layout.placement),
         weights=weights,
         state=state,
     )
@@ -222,11 +225,17 @@ def _shapes_of(
 
     weights = jax.tree.map(placed, layout.shapes(), layout.specs())
     state = jax.tree.map(placed, shapes, specs)
+    shaping = jax.tree.map(
+        placed,
+        shaping_shapes(program.config.max_num_seqs, layout.padded_vocab),
+        shaping_specs(layout.placement),
+    )
 
     def of_bucket(bucket: Bucket) -> tuple[Weights, EngineState, PlanArrays]:
         idle = idle_plan(bucket, program.config)
         plan = PlanWriter(program.config, layout.placement).write(idle, bucket)
-        return weights, state, jax.tree.map(lambda x: placed(x, stand_in(P())), plan)
+        plan = jax.tree.map(lambda x: placed(x, stand_in(P())), plan)
+        return weights, with_shaping(state, shaping) if bucket.sampling is Sampling.SHAPED else state, plan
 
     return of_bucket
 

@@ -133,6 +133,11 @@ FLAGS: dict[str, dict[str, _Flag]] = {
         ),
         "num_speculative_tokens": ("drafts a round: 0 to 8, or auto", drafts, None),
         "draft_sampling": ("how drafts are chosen when sampling", any_text, ("greedy", "probabilistic")),
+        "logprobs_mode": (
+            "log-probabilities of the model, or of what is sampled from",
+            any_text,
+            ("raw", "processed"),
+        ),
         "prefill_chunk": ("prompt tokens in a tick at most", _INTEGER, None),
         "max_rounds": ("rounds of the ring in a dispatch at most: 1, 2, 4 or 8", _INTEGER, None),
         "compile_cache": ("folder for compiled programs, or 'off'", any_text, None),

@@ -99,10 +99,11 @@ def _check_length(
 
 def _check_params(engine: EngineCore, params: SamplingParams) -> None:
     size = engine.model_config.vocab_size
-    if len(params.stop_token_ids) > size:
-        message = f"stop_token_ids: got {len(params.stop_token_ids)} ids; expected at most {size}"
-        raise ApiError(400, message, "stop_token_ids", "invalid_value")
-    check_token_ids(engine, list(params.stop_token_ids), "stop_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        count = len(getattr(params, name) or ())
+        if count > size:
+            raise ApiError(400, f"{name}: got {count} ids; expected at most {size}", name, "invalid_value")
+    params.check_token_ids(size)
     limit = engine.config.num_speculative_tokens
     if params.num_speculative_tokens is not None and params.num_speculative_tokens > limit:
         message = f"num_speculative_tokens: got {params.num_speculative_tokens}; expected 0 to {limit}"

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from mtp_jax.request import EngineRequest, RequestOutput, SpeculationStats
+from mtp_jax.request import EngineRequest, RequestOutput, SpeculationStats, TokenLogprobs
 
 DONE = "data: [DONE]\n\n"
 
@@ -18,7 +18,9 @@ class Choice:
     """One completion as it grows."""
 
     text: str = ""
-    token_count: int = 0
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     speculation: SpeculationStats | None = None
@@ -28,14 +30,16 @@ class Tally:
     """Collects outputs into choices, and counts what is billed: each prompt once, every completion token."""
 
     def __init__(self, requests: tuple[EngineRequest, ...]):
-        self._requests = requests
+        self.requests = requests
         self.choices = [Choice() for _ in requests]
         self._cached = [0] * len(requests)
 
     def add(self, index: int, output: RequestOutput) -> None:
         choice = self.choices[index]
         choice.text += output.text
-        choice.token_count += len(output.token_ids)
+        choice.token_ids += output.token_ids
+        choice.logprobs += output.logprobs
+        choice.prompt_logprobs += output.prompt_logprobs
         self._cached[index] = max(self._cached[index], output.num_cached_tokens)
         if output.finish_reason is not None:
             choice.finish_reason = output.finish_reason.value
@@ -44,14 +48,14 @@ class Tally:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(r.prompt_token_ids) for r in self._requests if r.shares_prompt_with is None)
+        return sum(len(r.prompt_token_ids) for r in self.requests if r.shares_prompt_with is None)
 
     @property
     def completion_tokens(self) -> int:
-        return sum(choice.token_count for choice in self.choices)
+        return sum(len(choice.token_ids) for choice in self.choices)
 
     def usage(self) -> dict:
-        owners = (i for i, r in enumerate(self._requests) if r.shares_prompt_with is None)
+        owners = (i for i, r in enumerate(self.requests) if r.shares_prompt_with is None)
         prompt, completion = self.prompt_tokens, self.completion_tokens
         return {
             "prompt_tokens": prompt,

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mtp_jax.server.async_engine import AsyncEngine, Submission
+from mtp_jax.server.details import Details
 from mtp_jax.server.errors import as_api_error
 from mtp_jax.server.middleware import request_id
 from mtp_jax.server.prompts import chat_requests, check_model, completion_requests
@@ -33,6 +34,7 @@ class Exchange:
         body: SamplingBody,
     ):
         self._submission, self._envelope, self._body = submission, envelope, body
+        self._details = Details(engine.engine.tokenizer, body, submission.requests)
         self._num_speculative_tokens = engine.engine.config.num_speculative_tokens
         self._tally = Tally(submission.requests)
         self._started = time.monotonic()
@@ -49,7 +51,7 @@ class Exchange:
         """The whole answer."""
         async for index, output in self._submission:
             self._tally.add(index, output)
-        return self._envelope.full(self._tally, self._metrics())
+        return self._details.whole(self._envelope.full(self._tally, self._metrics()), self._tally)
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error on the way becomes the last but one."""
@@ -60,7 +62,7 @@ class Exchange:
         try:
             async for index, output in self._submission:
                 self._tally.add(index, output)
-                for chunk in envelope.chunks(index, output, extra):
+                for chunk in self._details.chunks(envelope.chunks(index, output, extra), index, output):
                     yield event(chunk)
         except Exception as error:
             answer = as_api_error(error)

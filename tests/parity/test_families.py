@@ -36,7 +36,7 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 
 @functools.cache
 def reference(name: str) -> tuple[tuple[int, ...], ...]:
-    """Plain decoding alone at Z = 1. No two best logits are near enough for another order of sums to swap them."""
+    """Plain decoding alone at Z = 1; no two best logits are near enough to be swapped by another order."""
     with tapped() as tap:
         engine = make_engine(resolve_model(GOLDEN / f"tiny_{name}"), num_speculative_tokens=0, max_num_seqs=1)
     texts = []
