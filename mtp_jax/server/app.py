@@ -2,8 +2,10 @@
 
 import hashlib
 import time
+from collections.abc import Sequence
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from mtp_jax.server.async_engine import AsyncEngine
 from mtp_jax.server.errors import install_error_handlers
@@ -30,3 +32,15 @@ def create_app(
     app.include_router(service_routes(engine, metrics))
     app.add_middleware(Gate, engine=engine, options=options)
     return app
+
+
+def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
+    """Lets pages of these origins call from a browser; their preflight requests need no key."""
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )

@@ -11,7 +11,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mtp_jax.errors import EngineDeadError, InvalidValueError
-from mtp_jax.server.async_engine import ServerStoppingError
+from mtp_jax.server.refusals import (
+    OverloadedError,
+    RequestTimeoutError,
+    ServerStoppingError,
+    SlowClientError,
+)
 
 RETRY_SECONDS = 5  # what Retry-After suggests while loading or draining
 
@@ -39,6 +44,8 @@ class ApiError(Exception):
             kind = "server_error"
         elif self.status == 404 and self.code == "model_not_found":
             kind = "not_found_error"
+        elif self.status == 429:
+            kind = "rate_limit_error"
         else:
             kind = "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -52,6 +59,11 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_SECONDS)})
 
 
+def overloaded(reason: str) -> ApiError:
+    headers = {"Retry-After": str(RETRY_SECONDS)}
+    return ApiError(429, f"the server is busy: {reason}; try again later", None, "server_overloaded", headers)
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """The answer for any error that a request can end in."""
     match error:
@@ -63,6 +75,12 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(503, str(error), code="engine_dead")
         case ServerStoppingError():
             return unavailable(str(error), "server_stopping")
+        case OverloadedError():
+            return overloaded(str(error))
+        case RequestTimeoutError():
+            return ApiError(408, str(error), code="request_timeout")
+        case SlowClientError():
+            return ApiError(408, str(error), code="client_too_slow")
         case _:
             return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
@@ -125,11 +143,13 @@ def install_error_handlers(app: FastAPI) -> None:
         detail = str(error.detail)
         if detail == http.HTTPStatus(error.status_code).phrase:  # Starlette's own 404 and 405
             detail = f"{request.method} {request.url.path}: {detail}"
-        code = "body_too_large" if error.status_code == 413 else None  # the gate's own
+        # The gate's own, and what a subclass says.
+        codes = {413: "body_too_large", 408: "request_timeout"}
+        code = getattr(error, "code", codes.get(error.status_code))
         return ApiError(error.status_code, detail, code=code, headers=dict(error.headers or {})).response()
 
     async def _known(request: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    for kind in (ApiError, InvalidValueError, EngineDeadError, ServerStoppingError):
+    for kind in (ApiError, InvalidValueError, EngineDeadError, ServerStoppingError, OverloadedError):
         app.add_exception_handler(kind, _known)

@@ -20,9 +20,10 @@ import uvicorn
 from mtp_jax import __version__
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError
 from mtp_jax.progress import Report
-from mtp_jax.server.app import create_app
+from mtp_jax.server.app import allow_origins, create_app
 from mtp_jax.server.arguments import ServeOptions, fail, parse_options
 from mtp_jax.server.async_engine import AsyncEngine, State
+from mtp_jax.server.connection import patient_protocol
 from mtp_jax.server.interface import EngineCore
 from mtp_jax.server.logs import Progress, configure_logging, curl_line
 from mtp_jax.server.metrics import ServerMetrics, describe_load
@@ -113,12 +114,23 @@ class ServerProcess:
             observer=self.metrics,
             on_progress=self.progress,
             watchdog_seconds=options.watchdog_timeout,
+            max_queued=options.max_queued_requests,
+            request_seconds=options.request_timeout,
         )
-        gate = GateOptions(options.api_key, int(options.max_body_mib * 2**20))
+        gate = GateOptions(
+            options.api_key,
+            max_body_bytes=int(options.max_body_mib * 2**20),
+            max_header_bytes=int(options.max_header_kib * 2**10),
+            body_seconds=options.client_timeout,
+        )
         identity = f"{options.model} {options.mtp_head} {options.dtype} {options.engine}"
         app = create_app(self.engine, self.metrics, gate, __version__, identity)
+        app.state.max_json_depth = options.max_json_depth
+        allow_origins(app, options.allowed_origins)
         config = uvicorn.Config(
             app,
+            http=patient_protocol(options.client_timeout),
+            h11_max_incomplete_event_size=gate.max_header_bytes + 2**12,
             log_config=None,
             access_log=False,
             server_header=False,

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mtp_jax.server.async_engine import AsyncEngine, Submission
+from mtp_jax.server.bodies import BoundedRoute
 from mtp_jax.server.errors import as_api_error
 from mtp_jax.server.middleware import request_id
 from mtp_jax.server.prompts import chat_requests, check_model, completion_requests
@@ -110,7 +111,7 @@ async def _answer(request: Request, exchange: Exchange, stream: bool | None) -> 
 
 def openai_routes(engine: AsyncEngine, fingerprint: str, created: int) -> APIRouter:
     """The /v1 routes over `engine`."""
-    router = APIRouter(prefix="/v1")
+    router = APIRouter(prefix="/v1", route_class=BoundedRoute)
 
     @router.post("/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
