@@ -13,10 +13,16 @@ from mtp_jax.server.metrics import ServerMetrics
 from mtp_jax.server.middleware import Gate, GateOptions
 from mtp_jax.server.routes_openai import openai_routes
 from mtp_jax.server.routes_service import service_routes
+from mtp_jax.server.turns import ParserOptions
 
 
 def create_app(
-    engine: AsyncEngine, metrics: ServerMetrics, options: GateOptions, version: str, identity: str
+    engine: AsyncEngine,
+    metrics: ServerMetrics,
+    options: GateOptions,
+    version: str,
+    identity: str,
+    parsers: ParserOptions = ParserOptions(),  # noqa: B008 - frozen
 ) -> FastAPI:
     """Builds the application.
 
@@ -24,11 +30,12 @@ def create_app(
       version: of this package.
       identity: text that changes whenever the served model or its settings do; hashed into
         `system_fingerprint`.
+      parsers: of reasoning and tool calls.
     """
     fingerprint = "fp_" + hashlib.sha256(f"{version}|{identity}".encode()).hexdigest()[:12]
     app = FastAPI(title="mtp-jax", version=version, redirect_slashes=False)
     install_error_handlers(app)
-    app.include_router(openai_routes(engine, fingerprint, int(time.time())))
+    app.include_router(openai_routes(engine, fingerprint, int(time.time()), parsers))
     app.include_router(service_routes(engine, metrics))
     app.add_middleware(Gate, engine=engine, options=options)
     return app

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig
 from mtp_jax.engine.prepare import default_compile_cache
 from mtp_jax.errors import InvalidValueError
-from mtp_jax.server.more_flags import LIMIT_FLAGS
+from mtp_jax.server.more_flags import ANSWER_FLAGS, LIMIT_FLAGS
 from mtp_jax.server.readers import Flag, any_text, drafts, number, origins
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -50,6 +50,9 @@ class ServeOptions:
     max_queued_requests: int = 1024  # completions that wait for a slot
     request_timeout: float = 0.0  # seconds; 0 is none
     client_timeout: float = 60.0  # seconds
+    chat_template: str | None = None  # file; None: the model's own
+    reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"
     drain_timeout: float = 30.0  # seconds
     watchdog_timeout: float = 300.0  # seconds
     log_level: str = "info"
@@ -121,6 +124,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "log_level": ("least severity that is logged", any_text, ("debug", "info", "warning", "error")),
         "log_format": ("text or one JSON object a line", any_text, ("text", "json")),
     },
+    "answers": ANSWER_FLAGS,
     "limits": LIMIT_FLAGS,
 }
 _ENGINE_FIELDS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import uvicorn
@@ -29,6 +30,8 @@ from mtp_jax.server.logs import Progress, configure_logging, curl_line
 from mtp_jax.server.metrics import ServerMetrics, describe_load
 from mtp_jax.server.middleware import GateOptions
 from mtp_jax.server.signals import exit_on_signals
+from mtp_jax.server.turns import ParserOptions
+from mtp_jax.text.chat import check_template
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +73,9 @@ def main(
             print(source.describe(options))
             return 0
         listener = bind_listener(options.host, options.port)
+        process = ServerProcess(options, source, listener, prog)
     except (InvalidValueError, UnsupportedHereError) as error:
         return fail(prog, error)
-    process = ServerProcess(options, source, listener, prog)
     with asyncio.Runner(loop_factory=process.http.config.get_loop_factory()) as runner:
         code = runner.run(process.run())
     exit_on_signals()  # the loop has put Python's own handlers back
@@ -81,6 +84,25 @@ def main(
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def read_template(path: str) -> str:
+    """The chat template of a file. Raises InvalidValueError where there is none in it."""
+    flag = "--chat-template"
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise InvalidValueError(flag, path, f"a readable file ({reason})") from None
+    check_template(text, f"{flag} {path}")
+    return text
+
+
+def _build(backend: Backend, options: ServeOptions, template: str | None, report: Report) -> EngineCore:
+    engine = backend.build(options, report)
+    if template is not None:
+        engine.tokenizer.use_chat_template(template)
+    return engine
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
@@ -106,11 +128,12 @@ class ServerProcess:
 
     def __init__(self, options: ServeOptions, backend: Backend, listener: socket.socket, prog: str):
         self.options, self.prog = options, prog
+        template = None if options.chat_template is None else read_template(options.chat_template)
         self.listener = listener
         self.metrics = ServerMetrics()
         self.progress = Progress(structured=options.log_format == "json")
         self.engine = AsyncEngine(
-            functools.partial(backend.build, options),
+            functools.partial(_build, backend, options, template),
             observer=self.metrics,
             on_progress=self.progress,
             watchdog_seconds=options.watchdog_timeout,
@@ -124,7 +147,8 @@ class ServerProcess:
             body_seconds=options.client_timeout,
         )
         identity = f"{options.model} {options.mtp_head} {options.dtype} {options.engine}"
-        app = create_app(self.engine, self.metrics, gate, __version__, identity)
+        parsers = ParserOptions(options.reasoning_parser, options.tool_call_parser)
+        app = create_app(self.engine, self.metrics, gate, __version__, identity, parsers)
         app.state.max_json_depth = options.max_json_depth
         allow_origins(app, options.allowed_origins)
         config = uvicorn.Config(

@@ -1,6 +1,21 @@
 """Flags of the server that no other program has: limits, and what answers look like."""
 
-from mtp_jax.server.readers import Flag, number
+from mtp_jax.server.readers import Flag, any_text, number
+from mtp_jax.text.turn.choose import REASONING_PARSERS, TOOL_CALL_PARSERS
+
+ANSWER_FLAGS: dict[str, Flag] = {
+    "chat_template": ("file with a Jinja template to use instead of the model's", any_text, None),
+    "reasoning_parser": (
+        "how reasoning is told from the answer; auto goes by the model",
+        any_text,
+        ("auto", "none", *REASONING_PARSERS),
+    ),
+    "tool_call_parser": (
+        "how the model writes tool calls; auto goes by its chat template",
+        any_text,
+        ("auto", "none", *TOOL_CALL_PARSERS),
+    ),
+}
 
 LIMIT_FLAGS: dict[str, Flag] = {
     "max_body_mib": ("largest request body, in MiB", number(float, 0.001), None),

@@ -7,10 +7,12 @@ they may have the value that changes nothing, and any other is refused by name.
 import json
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from mtp_jax.request import SamplingParams
+from mtp_jax.server.body import Body, invalid
+from mtp_jax.server.messages import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 1024  # prompts × n of one call
@@ -31,7 +33,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),  # says nothing as long as there are no tools
     "prediction": (),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
@@ -40,8 +41,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "use_beam_search": (False,),
     "verbosity": (),
@@ -52,11 +51,8 @@ _CHAT = (
     "function_call",
     "functions",
     "modalities",
-    "parallel_tool_calls",
     "prediction",
     "reasoning_effort",
-    "tool_choice",
-    "tools",
     "top_logprobs",
     "verbosity",
     "web_search_options",
@@ -79,14 +75,6 @@ def check_neutral(value: object, info: ValidationInfo) -> object:
     words = " or ".join(["null", *(json.dumps(item) for item in legal)])
     text = f"not supported by this release; leave it out or send {words}"
     raise PydanticCustomError("unsupported", "{text}", {"text": text})
-
-
-def _invalid(legal: str) -> PydanticCustomError:
-    return PydanticCustomError("invalid", "{text}", {"text": f"expected {legal}"})
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -143,16 +131,16 @@ class SamplingBody(Body):
         if items is None:
             return None
         if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
-            raise _invalid("a non-empty string or a list of non-empty strings")
+            raise invalid("a non-empty string or a list of non-empty strings")
         if len(items) > MAX_STOP_STRINGS:
-            raise _invalid(f"at most {MAX_STOP_STRINGS} strings")
+            raise invalid(f"at most {MAX_STOP_STRINGS} strings")
         return items
 
     @field_validator("stream_options")
     @classmethod
     def _stream_options(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if value is not None and not info.data.get("stream"):
-            raise _invalid("null unless stream is true")
+            raise invalid("null unless stream is true")
         return value
 
     @property
@@ -194,39 +182,6 @@ class CompletionBody(SamplingBody):
         return as_prompts(value)
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    """One message. What OpenAI's client returns for an assistant may be sent back as it is."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Literal[None] | list[None] = None
-    annotations: list[None] | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _content(cls, value: object) -> object:
-        if not isinstance(value, str | list):
-            raise _invalid("a string or a list of text parts")
-        return value
-
-    def as_template_message(self) -> dict[str, str]:
-        """The message for a chat template: plain text; a developer's message is the system's."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.name is not None:
-            message["name"] = self.name
-        return message
-
-
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
@@ -235,26 +190,33 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, object] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     audio: object = None
     function_call: object = None
     functions: object = None
     modalities: object = None
-    parallel_tool_calls: object = None
     prediction: object = None
     reasoning_effort: object = None
-    tool_choice: object = None
-    tools: object = None
     top_logprobs: object = None
     verbosity: object = None
     web_search_options: object = None
 
     _neutral_too = field_validator(*_CHAT, mode="plain")(check_neutral)
 
+    @field_validator("tools", mode="after")
+    @classmethod
+    def _tools(cls, value: list[Tool] | None) -> list[Tool] | None:
+        if value is not None and len(value) > MAX_TOOLS:
+            raise invalid(f"at most {MAX_TOOLS} tools")
+        return value
+
     @field_validator("messages", mode="after")
     @classmethod
     def _messages(cls, value: list[ChatMessage]) -> list[ChatMessage]:
         if not value:
-            raise _invalid("at least one message")
+            raise invalid("at least one message")
         return value
 
 
@@ -293,7 +255,7 @@ def as_prompts(value: object) -> list[str | list[int]]:
     legal = "a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
     prompts: list = [value] if isinstance(value, str) or is_token_ids(value) else value  # type: ignore[assignment]
     if not isinstance(prompts, list) or not prompts:
-        raise _invalid(legal)
+        raise invalid(legal)
     if not (all(isinstance(item, str) for item in prompts) or all(is_token_ids(item) for item in prompts)):
-        raise _invalid(legal)
+        raise invalid(legal)
     return prompts

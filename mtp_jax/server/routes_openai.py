@@ -17,6 +17,7 @@ from mtp_jax.server.prompts import chat_requests, check_model, completion_reques
 from mtp_jax.server.protocol import ChatBody, CompletionBody, SamplingBody
 from mtp_jax.server.responses import DONE, ChatEnvelope, CompletionEnvelope, Tally, event
 from mtp_jax.server.streaming import EventStream, unless_disconnected
+from mtp_jax.server.turns import ParserOptions, resolved
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ async def _answer(request: Request, exchange: Exchange, stream: bool | None) -> 
     return Response(json.dumps(answer, ensure_ascii=False), media_type="application/json")
 
 
-def openai_routes(engine: AsyncEngine, fingerprint: str, created: int) -> APIRouter:
+def openai_routes(engine: AsyncEngine, fingerprint: str, created: int, parsers: ParserOptions) -> APIRouter:
     """The /v1 routes over `engine`."""
     router = APIRouter(prefix="/v1", route_class=BoundedRoute)
 
@@ -127,8 +128,9 @@ def openai_routes(engine: AsyncEngine, fingerprint: str, created: int) -> APIRou
         core = engine.engine
         check_model(core, body.model)
         name = f"chatcmpl-{uuid.uuid4().hex}"
-        submission = await engine.submit(await chat_requests(core, body, name))
-        envelope = ChatEnvelope(name, int(time.time()), core.model_name, fingerprint)
+        requests, turns = await chat_requests(core, body, name, resolved(parsers, core))
+        submission = await engine.submit(requests)
+        envelope = ChatEnvelope(name, int(time.time()), core.model_name, fingerprint, turns)
         return await _answer(request, Exchange(engine, submission, envelope, body), body.stream)
 
     def card() -> dict:
