@@ -11,7 +11,9 @@ from mtp_jax.server.async_engine import AsyncEngine
 from mtp_jax.server.errors import install_error_handlers
 from mtp_jax.server.metrics import ServerMetrics
 from mtp_jax.server.middleware import Gate, GateOptions
+from mtp_jax.server.routes_anthropic import anthropic_routes
 from mtp_jax.server.routes_openai import openai_routes
+from mtp_jax.server.routes_responses import responses_routes
 from mtp_jax.server.routes_service import service_routes
 from mtp_jax.server.turns import ParserOptions
 
@@ -36,6 +38,8 @@ def create_app(
     app = FastAPI(title="mtp-jax", version=version, redirect_slashes=False)
     install_error_handlers(app)
     app.include_router(openai_routes(engine, fingerprint, int(time.time()), parsers))
+    app.include_router(anthropic_routes(engine, parsers))
+    app.include_router(responses_routes(engine, parsers))
     app.include_router(service_routes(engine, metrics))
     app.add_middleware(Gate, engine=engine, options=options)
     return app

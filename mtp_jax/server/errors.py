@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's API words them: {"error": {"message", "type", "param", "code"}}; or Anthropic's."""
 
 import http
 import json
@@ -20,6 +20,15 @@ from mtp_jax.server.refusals import (
 
 RETRY_SECONDS = 5  # what Retry-After suggests while loading or draining
 
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 # Names that pydantic puts into the location of an error for the branch of a union; no field of ours.
 _TYPE_NAMES = {"str", "int", "float", "bool", "none", "dict", "list"}
 
@@ -50,9 +59,19 @@ class ApiError(Exception):
             kind = "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    @property
+    def anthropic_body(self) -> dict[str, object]:
+        """The same in Anthropic's shape."""
+        kind = _ANTHROPIC_TYPES.get(
+            self.status, "api_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> Response:
+        """The HTTP response; `path` of the request decides whose API words it."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
         # ASCII, because the message may quote half a surrogate pair that UTF-8 cannot carry.
-        return Response(json.dumps(self.body), self.status, self.headers, "application/json")
+        return Response(json.dumps(body), self.status, self.headers, "application/json")
 
 
 def unavailable(message: str, code: str) -> ApiError:
@@ -136,7 +155,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _validation(request: Request, error: RequestValidationError) -> Response:
-        return _from_validation(error, request).response()
+        return _from_validation(error, request).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
@@ -146,10 +165,11 @@ def install_error_handlers(app: FastAPI) -> None:
         # The gate's own, and what a subclass says.
         codes = {413: "body_too_large", 408: "request_timeout"}
         code = getattr(error, "code", codes.get(error.status_code))
-        return ApiError(error.status_code, detail, code=code, headers=dict(error.headers or {})).response()
+        answer = ApiError(error.status_code, detail, code=code, headers=dict(error.headers or {}))
+        return answer.response(request.url.path)
 
     async def _known(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.url.path)
 
     for kind in (ApiError, InvalidValueError, EngineDeadError, ServerStoppingError, OverloadedError):
         app.add_exception_handler(kind, _known)

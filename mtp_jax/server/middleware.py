@@ -61,7 +61,7 @@ class Gate:
         is_open = scope["path"] in OPEN_PATHS
         refusal = self._too_large_head(headers) if is_open else self._refusal(headers)
         if refusal is not None:
-            await refusal.response()(scope, receive, send_with_id)
+            await refusal.response(scope["path"])(scope, receive, send_with_id)
             return
         self._num_calls += not is_open
         try:
@@ -69,7 +69,7 @@ class Gate:
         except Exception as error:
             # Here and not in a handler of the application: those run outside of this middleware.
             if not started:
-                await as_api_error(error).response()(scope, receive, send_with_id)
+                await as_api_error(error).response(scope["path"])(scope, receive, send_with_id)
             raise  # uvicorn logs the traceback
         finally:
             self._num_calls -= not is_open

@@ -137,6 +137,15 @@ async def completion_requests(engine: EngineCore, body: CompletionBody, name: st
     return requests
 
 
+async def chat_text(engine: EngineCore, body: ChatBody, dialect: Dialect) -> tuple[str, TurnPlan]:
+    """The prompt's text with the assistant's turn begun, and how that turn is read."""
+    plan = plan_turn(dialect, body.tools or (), body.tool_choice, body.parallel_tool_calls)
+    text = await render_chat(
+        engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs, plan.tools
+    )
+    return plan.begin(text)
+
+
 async def chat_requests(
     engine: EngineCore, body: ChatBody, name: str, dialect: Dialect
 ) -> tuple[list[EngineRequest], tuple[Turn, ...]]:
@@ -153,11 +162,7 @@ async def chat_requests(
         )
     params = body.sampling_params(max_tokens)
     _check_params(engine, params)
-    plan = plan_turn(dialect, body.tools or (), body.tool_choice, body.parallel_tool_calls)
-    text = await render_chat(
-        engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs, plan.tools
-    )
-    text, plan = plan.begin(text)
+    text, plan = await chat_text(engine, body, dialect)
     params = _showing_marks(engine, params, plan)
     (ids,) = await encode(engine, [text], False, "messages")  # the template writes special tokens itself
     _check_length(engine, len(ids), max_tokens, "messages", param)

@@ -7,11 +7,12 @@ they may have the value that changes nothing, and any other is refused by name.
 import json
 from typing import Literal, Self
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from mtp_jax.request import SamplingParams
 from mtp_jax.server.body import Body, invalid
+from mtp_jax.server.errors import ApiError
 from mtp_jax.server.messages import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 
 MAX_STOP_STRINGS = 16
@@ -218,6 +219,16 @@ class ChatBody(SamplingBody):
         if not value:
             raise invalid("at least one message")
         return value
+
+
+def chat_body(fields: dict[str, object]) -> ChatBody:
+    """A chat request that another protocol's request comes to. Raises ApiError 400 where it is none."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{where}: {first['msg']}", where, "invalid_value") from None
 
 
 class TokenizeBody(Body):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mtp_jax.server.errors import ApiError
 from mtp_jax.server.interface import EngineCore
@@ -120,6 +120,7 @@ class Turn:
         self._parser = parser
         self.reasoning, self.content = "", ""
         self.calls: list[tuple[str, Call]] = []  # id, call
+        self.parts: list[Part] = []  # in order, neighbours of a kind joined
         self._early = parser.push(opening) if opening else []  # nothing, as a rule: a call has only begun
 
     def push(self, text: str, is_last: bool) -> list[Part]:
@@ -127,6 +128,7 @@ class Turn:
         parts = self._early + self._parser.push(text) + (self._parser.finish() if is_last else [])
         self._early = []
         for part in parts:
+            self._join(part)
             match part:
                 case Reasoning():
                     self.reasoning += part.text
@@ -136,14 +138,48 @@ class Turn:
                     self.calls.append((f"call_{uuid.uuid4().hex[:24]}", part))
         return parts
 
+    def _join(self, part: Part) -> None:
+        last = self.parts[-1] if self.parts else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            self.parts[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            self.parts[-1] = Reasoning(last.text + part.text)
+        else:
+            self.parts.append(part)
+
     def finish_reason(self, reason: str | None) -> str | None:
         """OpenAI's word for a turn that ends with calls."""
         return "tool_calls" if self.calls and reason == "stop" else reason
 
 
-def plain_turns(count: int) -> tuple[Turn, ...]:
-    """Turns whose text is content and nothing else."""
-    return tuple(Turn(TurnParser()) for _ in range(count))
+class Segments:
+    """Says where one part of a turn ends and the next begins, for protocols that tell it.
+
+    Each step is (what, part): "open" and "close" around "more", with which text comes. A call has no
+    "more". `index` counts the parts that were opened, from 0.
+    """
+
+    def __init__(self):
+        self._current: Reasoning | Content | None = None
+        self.index = -1
+
+    def push(self, parts: Iterable[Part]) -> Iterator[tuple[str, Part]]:
+        for part in parts:
+            if type(part) is not type(self._current):
+                yield from self.finish()
+                self.index += 1
+                yield "open", part
+            if isinstance(part, Call):
+                yield "close", part
+            else:
+                self._current = part
+                yield "more", part
+
+    def finish(self) -> Iterator[tuple[str, Part]]:
+        """Closes the part that is open."""
+        part, self._current = self._current, None
+        if part is not None:
+            yield "close", part
 
 
 @functools.lru_cache(maxsize=4)
