@@ -85,7 +85,7 @@ class TextOptions(Body):
     format: PlainFormat | None = None
 
 
-class StreamOptions(Body):
+class ResponsesStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
@@ -99,7 +99,7 @@ class ResponsesBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
