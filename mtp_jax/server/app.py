@@ -25,6 +25,7 @@ def create_app(
     version: str,
     identity: str,
     parsers: ParserOptions = ParserOptions(),  # noqa: B008 - frozen
+    spec_metrics: str = "none",
 ) -> FastAPI:
     """Builds the application.
 
@@ -33,11 +34,12 @@ def create_app(
       identity: text that changes whenever the served model or its settings do; hashed into
         `system_fingerprint`.
       parsers: of reasoning and tool calls.
+      spec_metrics: what every answer says of its speculation: none, summary or detailed.
     """
     fingerprint = "fp_" + hashlib.sha256(f"{version}|{identity}".encode()).hexdigest()[:12]
     app = FastAPI(title="mtp-jax", version=version, redirect_slashes=False)
     install_error_handlers(app)
-    app.include_router(openai_routes(engine, fingerprint, int(time.time()), parsers))
+    app.include_router(openai_routes(engine, fingerprint, int(time.time()), parsers, spec_metrics))
     app.include_router(anthropic_routes(engine, parsers))
     app.include_router(responses_routes(engine, parsers))
     app.include_router(service_routes(engine, metrics))

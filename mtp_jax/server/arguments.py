@@ -53,6 +53,8 @@ class ServeOptions:
     chat_template: str | None = None  # file; None: the model's own
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
+    per_request_spec_decode_metrics: str = "none"
+    otlp_traces_endpoint: str | None = None  # URL of a collector; None makes no traces
     drain_timeout: float = 30.0  # seconds
     watchdog_timeout: float = 300.0  # seconds
     log_level: str = "info"

@@ -30,6 +30,7 @@ from mtp_jax.server.logs import Progress, configure_logging, curl_line
 from mtp_jax.server.metrics import ServerMetrics, describe_load
 from mtp_jax.server.middleware import GateOptions
 from mtp_jax.server.signals import exit_on_signals
+from mtp_jax.server.traces import Observers, TraceObserver, otlp_provider
 from mtp_jax.server.turns import ParserOptions
 from mtp_jax.text.chat import check_template
 
@@ -131,10 +132,13 @@ class ServerProcess:
         template = None if options.chat_template is None else read_template(options.chat_template)
         self.listener = listener
         self.metrics = ServerMetrics()
+        endpoint = options.otlp_traces_endpoint
+        providers = [] if endpoint is None else [otlp_provider(endpoint, __version__)]
+        self.traces = [TraceObserver(provider) for provider in providers]
         self.progress = Progress(structured=options.log_format == "json")
         self.engine = AsyncEngine(
             functools.partial(_build, backend, options, template),
-            observer=self.metrics,
+            observer=Observers([self.metrics, *self.traces]),
             on_progress=self.progress,
             watchdog_seconds=options.watchdog_timeout,
             max_queued=options.max_queued_requests,
@@ -148,7 +152,15 @@ class ServerProcess:
         )
         identity = f"{options.model} {options.mtp_head} {options.dtype} {options.engine}"
         parsers = ParserOptions(options.reasoning_parser, options.tool_call_parser)
-        app = create_app(self.engine, self.metrics, gate, __version__, identity, parsers)
+        app = create_app(
+            self.engine,
+            self.metrics,
+            gate,
+            __version__,
+            identity,
+            parsers,
+            options.per_request_spec_decode_metrics,
+        )
         app.state.max_json_depth = options.max_json_depth
         allow_origins(app, options.allowed_origins)
         config = uvicorn.Config(
@@ -178,6 +190,8 @@ class ServerProcess:
             reporter.cancel()
             self.http.should_exit = True
             await serving
+            for observer in self.traces:
+                await asyncio.to_thread(observer.close)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.stop.is_set():

@@ -15,6 +15,16 @@ ANSWER_FLAGS: dict[str, Flag] = {
         any_text,
         ("auto", "none", *TOOL_CALL_PARSERS),
     ),
+    "per_request_spec_decode_metrics": (
+        "add to every answer what speculation did for it; detailed lists each round",
+        any_text,
+        ("none", "summary", "detailed"),
+    ),
+    "otlp_traces_endpoint": (
+        "collector (OTLP over HTTP) that gets a trace of each request; needs the extra otel",
+        any_text,
+        None,
+    ),
 }
 
 LIMIT_FLAGS: dict[str, Flag] = {

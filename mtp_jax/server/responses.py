@@ -1,6 +1,7 @@
 """OpenAI's response objects, built as plain dicts: a chunk is made per token, so this is a hot path."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 
@@ -73,10 +74,11 @@ class Tally:
             num_draft_tokens=sum(s.num_draft_tokens for s in stats),
             num_accepted_tokens=sum(s.num_accepted_tokens for s in stats),
             acceptance_histogram=tuple(sum(column) for column in zip(*padded, strict=True)),
+            per_round_accepted=tuple(itertools.chain.from_iterable(s.per_round_accepted for s in stats)),
         )
 
-    def metrics(self, num_speculative_tokens: int) -> dict:
-        """vLLM's per-request `metrics` object."""
+    def metrics(self, num_speculative_tokens: int, detailed: bool = False) -> dict:
+        """vLLM's per-request `metrics` object; in detail it has each round, one choice after the other."""
         stats = self.speculation()
         return {
             "speculative_decoding": {
@@ -87,6 +89,7 @@ class Tally:
                 "num_accepted_draft_tokens": stats.num_accepted_tokens,
                 "num_draft_tokens": stats.num_draft_tokens,
                 "num_spec_tokens": num_speculative_tokens,
+                **({"per_step_accepted": list(stats.per_round_accepted)} if detailed else {}),
             }
         }
 

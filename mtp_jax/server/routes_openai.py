@@ -27,14 +27,19 @@ class OpenAINarrator:
         envelope: CompletionEnvelope | ChatEnvelope,
         body: SamplingBody,
         submission: Submission,
+        spec_metrics: str,
     ):
+        self._spec_metrics = "summary" if spec_metrics == "none" and body.include_metrics else spec_metrics
         self._envelope, self._body = envelope, body
         self._num_choices = len(submission.requests)
         self._num_speculative_tokens = core.config.num_speculative_tokens
         self._extra = {"usage": None} if body.include_usage else {}
 
     def _metrics(self, tally: Tally) -> dict:
-        return {"metrics": tally.metrics(self._num_speculative_tokens)} if self._body.include_metrics else {}
+        if self._spec_metrics == "none":
+            return {}
+        detailed = self._spec_metrics == "detailed"
+        return {"metrics": tally.metrics(self._num_speculative_tokens, detailed)}
 
     def whole(self, tally: Tally) -> dict:
         return self._envelope.full(tally, self._metrics(tally))
@@ -53,7 +58,9 @@ class OpenAINarrator:
         return [event(error.body), DONE]
 
 
-def openai_routes(engine: AsyncEngine, fingerprint: str, created: int, parsers: ParserOptions) -> APIRouter:
+def openai_routes(
+    engine: AsyncEngine, fingerprint: str, created: int, parsers: ParserOptions, spec_metrics: str
+) -> APIRouter:
     """The /v1 routes over `engine`."""
     router = APIRouter(prefix="/v1", route_class=BoundedRoute)
 
@@ -64,7 +71,7 @@ def openai_routes(engine: AsyncEngine, fingerprint: str, created: int, parsers: 
         name = f"cmpl-{uuid.uuid4().hex}"
         submission = await engine.submit(await completion_requests(core, body, name))
         envelope = CompletionEnvelope(name, int(time.time()), core.model_name, fingerprint)
-        narrator = OpenAINarrator(core, envelope, body, submission)
+        narrator = OpenAINarrator(core, envelope, body, submission, spec_metrics)
         return await Exchange(submission, narrator).answer(request, body.stream)
 
     @router.post("/chat/completions")
@@ -75,7 +82,7 @@ def openai_routes(engine: AsyncEngine, fingerprint: str, created: int, parsers: 
         requests, turns = await chat_requests(core, body, name, resolved(parsers, core))
         submission = await engine.submit(requests)
         envelope = ChatEnvelope(name, int(time.time()), core.model_name, fingerprint, turns)
-        narrator = OpenAINarrator(core, envelope, body, submission)
+        narrator = OpenAINarrator(core, envelope, body, submission, spec_metrics)
         return await Exchange(submission, narrator).answer(request, body.stream)
 
     def card() -> dict:

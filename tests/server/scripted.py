@@ -217,6 +217,7 @@ class ScriptedEngine:
             before.num_draft_tokens + drafts,
             before.num_accepted_tokens + accepted,
             tuple(histogram),
+            (*before.per_round_accepted, accepted),
         )
         self._count(num_drafts=1, num_draft_tokens=drafts, num_accepted_tokens=accepted)
         per_position = tuple(
