@@ -151,7 +151,7 @@ class ServerProcess:
             body_seconds=options.client_timeout,
         )
         identity = f"{options.model} {options.mtp_head} {options.dtype} {options.engine}"
-        parsers = ParserOptions(options.reasoning_parser, options.tool_call_parser)
+        self.parsers = parsers = ParserOptions(options.reasoning_parser, options.tool_call_parser)
         app = create_app(
             self.engine,
             self.metrics,
@@ -245,6 +245,9 @@ class ServerProcess:
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         core = self.engine.engine
         chat = getattr(core.tokenizer, "has_chat_template", True)
+        dialect = self.parsers.resolve(core)
+        thinks = "is told apart" if dialect.reasoning else "is not looked for"
+        log.info("reasoning %s; tool calls: %s", thinks, dialect.tools or "not for this chat template")
         ready = f"ready: {core.model_name} on {address} after {self.progress.seconds:.1f} s"
         curl = curl_line(address, chat, self.options.api_key is not None)
         if self.options.log_format == "json":

@@ -59,7 +59,7 @@ def test_phases_of_requests(collector: tuple[str, list]) -> None:
     flags = ("--max-num-seqs", "1", "--num-speculative-tokens", "2", "--otlp-traces-endpoint", url)
     with local_server(*flags, backend=ScriptedBackend(step_seconds=0.05)) as server:
         first = threading.Thread(
-            target=lambda: httpx.post(server.url + "/v1/completions", json=BODY | {"max_tokens": 30})
+            target=lambda: httpx.post(server.url + "/v1/completions", json=BODY | {"max_tokens": 90})
         )
         first.start()
         until(lambda: server.engine.stats().num_running == 1)
@@ -78,11 +78,11 @@ def test_phases_of_requests(collector: tuple[str, list]) -> None:
             child.name: (child.end_time_unix_nano - child.start_time_unix_nano) / 1e9 for child in children
         }
         by_tokens[attributes["gen_ai.usage.completion_tokens"]] = (attributes, lasted, span)
-    long, short, gone = by_tokens[30], by_tokens[6], by_tokens[0]
+    long, short, gone = by_tokens[90], by_tokens[6], by_tokens[0]
     assert set(long[1]) == set(short[1]) == {"queue", "prefill", "decode"} and set(gone[1]) == {"queue"}
-    assert short[1]["queue"] > 0.15 > long[1]["queue"]
-    # Nine steps of 50 ms follow the first; a step cannot take less.
-    assert long[1]["decode"] >= 9 * 0.05 * 0.99
+    assert short[1]["queue"] > long[1]["queue"]
+    # 29 steps of 50 ms follow the first; a step cannot take less.
+    assert long[1]["decode"] >= 29 * 0.05 * 0.99
     for attributes, lasted, span in (long, short):
         whole = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
         assert abs(sum(lasted.values()) - whole) < 1e-3  # the phases follow each other
