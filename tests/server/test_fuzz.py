@@ -79,7 +79,7 @@ def test_requests_from_the_openapi_document(fuzzed: LocalServer) -> None:
 
 @pytest.mark.slow
 def test_many_requests_leave_memory_flat(fuzzed: LocalServer) -> None:
-    """10 000 random ones (minutes): what Python holds after the second half is what it held after the first."""
+    """10 000 random ones, in minutes: after the second half Python holds what it held after the first."""
     tracemalloc.start()
     held = []
     for _ in range(10):
