@@ -187,6 +187,7 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     acceptance_histogram: tuple[int, ...] = ()
+    per_round_accepted: tuple[int, ...] = ()  # drafts accepted by each of these rounds, in order
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -55,6 +55,7 @@ class Completion:
         )
         self._accepted: collections.Counter[int] = collections.Counter()
         self._num_drafts = 0
+        self._rounds: list[int] = []  # drafts accepted by each round that had any
         self._marks = DraftMarks()
         self._num_tokens = 0
         self._prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position, until they are told
@@ -82,6 +83,7 @@ class Completion:
         if update.num_drafts:
             self._accepted[update.num_accepted] += 1
             self._num_drafts += update.num_drafts
+            self._rounds.append(update.num_accepted)
         reason = FinishReason(update.finish_reason) if update.finish_reason else None
         ends_here = reason is FinishReason.STOP  # by the last of these tokens
         stop_reason: int | str | None = None  # stays None for the model's own end-of-sequence token
@@ -161,4 +163,5 @@ class Completion:
             num_draft_tokens=self._num_drafts,
             num_accepted_tokens=sum(count * rounds for count, rounds in self._accepted.items()),
             acceptance_histogram=tuple(self._accepted[j] for j in range(longest + 1)),
+            per_round_accepted=tuple(self._rounds),
         )

@@ -7,10 +7,13 @@ they may have the value that changes nothing, and any other is refused by name.
 import json
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from mtp_jax.request import MAX_CHOICES_OF_A_PROMPT, MAX_LOGPROBS, SamplingParams
+from mtp_jax.server.body import Body, invalid
+from mtp_jax.server.errors import ApiError
+from mtp_jax.server.messages import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 1024  # prompts × n of one call
@@ -22,14 +25,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),  # says nothing as long as there are no tools
     "prediction": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
@@ -39,11 +39,8 @@ _CHAT = (
     "function_call",
     "functions",
     "modalities",
-    "parallel_tool_calls",
     "prediction",
     "reasoning_effort",
-    "tool_choice",
-    "tools",
     "verbosity",
     "web_search_options",
 )
@@ -65,14 +62,6 @@ def check_neutral(value: object, info: ValidationInfo) -> object:
     words = " or ".join(["null", *(json.dumps(item) for item in legal)])
     text = f"not supported by this release; leave it out or send {words}"
     raise PydanticCustomError("unsupported", "{text}", {"text": text})
-
-
-def _invalid(legal: str) -> PydanticCustomError:
-    return PydanticCustomError("invalid", "{text}", {"text": f"expected {legal}"})
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -130,16 +119,16 @@ class SamplingBody(Body):
         if items is None:
             return None
         if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
-            raise _invalid("a non-empty string or a list of non-empty strings")
+            raise invalid("a non-empty string or a list of non-empty strings")
         if len(items) > MAX_STOP_STRINGS:
-            raise _invalid(f"at most {MAX_STOP_STRINGS} strings")
+            raise invalid(f"at most {MAX_STOP_STRINGS} strings")
         return items
 
     @field_validator("stream_options")
     @classmethod
     def _stream_options(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if value is not None and not info.data.get("stream"):
-            raise _invalid("null unless stream is true")
+            raise invalid("null unless stream is true")
         return value
 
     @field_validator("logit_bias")
@@ -147,14 +136,14 @@ class SamplingBody(Body):
     def _logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key in value or ():
             if not (key.isascii() and key.isdecimal() and len(key) < 11):
-                raise _invalid(f"token ids as keys, not {key!r}")
+                raise invalid(f"token ids as keys, not {key!r}")
         return value
 
     @field_validator("prompt_logprobs")
     @classmethod
     def _prompt_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and info.data.get("stream"):
-            raise _invalid("null where stream is true")
+            raise invalid("null where stream is true")
         return value
 
     @property
@@ -221,9 +210,9 @@ class CompletionBody(SamplingBody):
     def _best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
         n = info.data.get("n") or 1
         if value is not None and not n <= value <= MAX_CHOICES_OF_A_PROMPT:
-            raise _invalid(f"n (here {n}) to {MAX_CHOICES_OF_A_PROMPT}, not {value}")
+            raise invalid(f"n (here {n}) to {MAX_CHOICES_OF_A_PROMPT}, not {value}")
         if value not in (None, n) and info.data.get("stream"):
-            raise _invalid("n where stream is true: which completions are best is known at the end")
+            raise invalid("n where stream is true: which completions are best is known at the end")
         return value
 
     @property
@@ -249,39 +238,6 @@ class CompletionBody(SamplingBody):
         return as_prompts(value)
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    """One message. What OpenAI's client returns for an assistant may be sent back as it is."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Literal[None] | list[None] = None
-    annotations: list[None] | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _content(cls, value: object) -> object:
-        if not isinstance(value, str | list):
-            raise _invalid("a string or a list of text parts")
-        return value
-
-    def as_template_message(self) -> dict[str, str]:
-        """The message for a chat template: plain text; a developer's message is the system's."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.name is not None:
-            message["name"] = self.name
-        return message
-
-
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
@@ -292,15 +248,15 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, object] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     audio: object = None
     function_call: object = None
     functions: object = None
     modalities: object = None
-    parallel_tool_calls: object = None
     prediction: object = None
     reasoning_effort: object = None
-    tool_choice: object = None
-    tools: object = None
     verbosity: object = None
     web_search_options: object = None
 
@@ -310,21 +266,38 @@ class ChatBody(SamplingBody):
     @classmethod
     def _top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise _invalid("0 or null unless logprobs is true")
+            raise invalid("0 or null unless logprobs is true")
         if value is not None and not 0 <= value <= MAX_LOGPROBS:
-            raise _invalid(f"0 to {MAX_LOGPROBS}, not {value}")
+            raise invalid(f"0 to {MAX_LOGPROBS}, not {value}")
         return value
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @field_validator("tools", mode="after")
+    @classmethod
+    def _tools(cls, value: list[Tool] | None) -> list[Tool] | None:
+        if value is not None and len(value) > MAX_TOOLS:
+            raise invalid(f"at most {MAX_TOOLS} tools")
+        return value
+
     @field_validator("messages", mode="after")
     @classmethod
     def _messages(cls, value: list[ChatMessage]) -> list[ChatMessage]:
         if not value:
-            raise _invalid("at least one message")
+            raise invalid("at least one message")
         return value
+
+
+def chat_body(fields: dict[str, object]) -> ChatBody:
+    """A chat request that another protocol's request comes to. Raises ApiError 400 where it is none."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{where}: {first['msg']}", where, "invalid_value") from None
 
 
 class TokenizeBody(Body):
@@ -362,7 +335,7 @@ def as_prompts(value: object) -> list[str | list[int]]:
     legal = "a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
     prompts: list = [value] if isinstance(value, str) or is_token_ids(value) else value  # type: ignore[assignment]
     if not isinstance(prompts, list) or not prompts:
-        raise _invalid(legal)
+        raise invalid(legal)
     if not (all(isinstance(item, str) for item in prompts) or all(is_token_ids(item) for item in prompts)):
-        raise _invalid(legal)
+        raise invalid(legal)
     return prompts

@@ -1,9 +1,13 @@
 """OpenAI's response objects, built as plain dicts: a chunk is made per token, so this is a hot path."""
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterator
 
 from mtp_jax.request import EngineRequest, RequestOutput, SpeculationStats, TokenLogprobs
+from mtp_jax.server.turns import Turn
+from mtp_jax.text.turn.parts import Call, Content, Part, Reasoning
 
 DONE = "data: [DONE]\n\n"
 
@@ -74,10 +78,11 @@ class Tally:
             num_draft_tokens=sum(s.num_draft_tokens for s in stats),
             num_accepted_tokens=sum(s.num_accepted_tokens for s in stats),
             acceptance_histogram=tuple(sum(column) for column in zip(*padded, strict=True)),
+            per_round_accepted=tuple(itertools.chain.from_iterable(s.per_round_accepted for s in stats)),
         )
 
-    def metrics(self, num_speculative_tokens: int) -> dict:
-        """vLLM's per-request `metrics` object."""
+    def metrics(self, num_speculative_tokens: int, detailed: bool = False) -> dict:
+        """vLLM's per-request `metrics` object; in detail it has each round, one choice after the other."""
         stats = self.speculation()
         return {
             "speculative_decoding": {
@@ -88,6 +93,7 @@ class Tally:
                 "num_accepted_draft_tokens": stats.num_accepted_tokens,
                 "num_draft_tokens": stats.num_draft_tokens,
                 "num_spec_tokens": num_speculative_tokens,
+                **({"per_step_accepted": list(stats.per_round_accepted)} if detailed else {}),
             }
         }
 
@@ -140,20 +146,25 @@ class CompletionEnvelope(Envelope):
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": stop}
 
 
+@dataclasses.dataclass(frozen=True)
 class ChatEnvelope(Envelope):
-    """Objects of /v1/chat/completions."""
+    """Objects of /v1/chat/completions. A turn for each choice."""
+
+    turns: tuple[Turn, ...] = ()
 
     def full(self, tally: Tally, extra: dict) -> dict:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            for index, choice in enumerate(tally.choices)
-        ]
+        choices = []
+        for index, (choice, turn) in enumerate(zip(tally.choices, self.turns, strict=True)):
+            turn.push(choice.text, is_last=True)
+            choices.append(
+                {
+                    "index": index,
+                    "message": _message(turn),
+                    "logprobs": None,
+                    "finish_reason": turn.finish_reason(choice.finish_reason),
+                    "stop_reason": choice.stop_reason,
+                }
+            )
         return self._wrap("chat.completion", choices, {"usage": tally.usage(), **extra})
 
     def opening(self, count: int, extra: dict) -> list[dict]:
@@ -162,11 +173,14 @@ class ChatEnvelope(Envelope):
         return [self._chunk(index, delta, None, None, extra) for index in range(count)]
 
     def chunks(self, index: int, output: RequestOutput, extra: dict) -> list[dict]:
-        made = []
-        if output.text:
-            made.append(self._chunk(index, {"content": output.text}, None, None, extra))
-        if output.finish_reason is not None:
-            made.append(self._chunk(index, {}, output.finish_reason, output.stop_reason, extra))
+        turn, is_last = self.turns[index], output.finish_reason is not None
+        num_calls = len(turn.calls)
+        parts = turn.push(output.text, is_last)
+        new_calls = iter(range(num_calls, len(turn.calls)))
+        made = [self._chunk(index, _delta(part, turn, new_calls), None, None, extra) for part in parts]
+        if is_last:
+            reason = turn.finish_reason(output.finish_reason)
+            made.append(self._chunk(index, {}, reason, output.stop_reason, extra))
         return made
 
     def closing(self, extra: dict) -> dict:
@@ -179,3 +193,32 @@ class ChatEnvelope(Envelope):
         if finish is not None:
             choice["stop_reason"] = stop
         return self._wrap("chat.completion.chunk", [choice], extra)
+
+
+def tool_call(identity: str, call: Call) -> dict:
+    return {
+        "id": identity,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _message(turn: Turn) -> dict:
+    content = None if turn.calls and not turn.content else turn.content
+    message: dict = {"role": "assistant", "content": content, "refusal": None}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = [tool_call(*item) for item in turn.calls]
+    return message
+
+
+def _delta(part: Part, turn: Turn, new_calls: Iterator[int]) -> dict:
+    match part:
+        case Reasoning():
+            return {"reasoning_content": part.text}
+        case Content():
+            return {"content": part.text}
+        case Call():
+            index = next(new_calls)
+            return {"tool_calls": [{"index": index, **tool_call(*turn.calls[index])}]}

@@ -14,6 +14,11 @@ from mtp_jax.loading import resolve_model
 from tests.server.running import LocalServer, local_server
 
 COMPLETION = {"prompt": "ab", "max_tokens": 4}
+TOOL = {"type": "function", "function": {"name": "f"}}
+STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
+CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+BAD_CALL = {"id": "c", "function": {"name": "f", "arguments": "[1]"}}
+BAD_CALL_PARAM = "messages[0].tool_calls[0].function.arguments"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
@@ -100,7 +105,12 @@ def test_bad_completion(http: httpx.Client, change: dict, param: str) -> None:
     ("change", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [BAD_CALL]}]}, BAD_CALL_PARAM),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None),
@@ -111,7 +121,13 @@ def test_bad_completion(http: httpx.Client, change: dict, param: str) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"best_of": 2}, "best_of"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [STRICT]}, "tools[0].function.strict"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
