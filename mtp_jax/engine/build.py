@@ -94,6 +94,12 @@ class Blueprint:
         path = _model_path(self.options)
         return path.stem if path.suffix == ".gguf" else path.name
 
+    def _whole_axes(self) -> list[str]:
+        """A line on what is not split though the mesh would allow it, because it does not divide."""
+        placement, sizes = self.program.layout.placement, dividing_sizes(self.model)
+        names = [f"{name} ({sizes[name]})" for name in sizes if name in placement.replicated]
+        return [f"replicated   {', '.join(names)}: not a multiple of the devices"] if names else []
+
     def describe(self) -> str:
         """Model, mesh and memory, a few lines for people."""
         config, mesh = self.config, self.program.layout.placement.mesh
@@ -111,6 +117,7 @@ class Blueprint:
             f"mesh         stage {config.stages} x data {config.data} x tensor {config.tensor} "
             f"on {mesh.devices.size} x {device.device_kind} ({jax.default_backend()}), {config.dtype}",
             f"stages       {self.program.layout.plan.describe()}",
+            *self._whole_axes(),
             f"speculation  {speculation}",
             f"requests     {config.max_num_seqs} at a time, {config.max_model_len} tokens each at most",
             f"memory       {self.memory.describe()}",
@@ -137,8 +144,8 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     head = _find_head(options, source, path)
     has_mtp = head is not None or model.num_nextn_predict_layers > 0
     config = _resolve(options, model, has_mtp=has_mtp)
-    if config.data > 1 or config.tensor > 1:
-        raise UnsupportedHereError("--data and --tensor above 1 are not supported yet; use --stages")
+    if config.data > 1:
+        raise UnsupportedHereError("--data above 1 is not supported yet; use --stages and --tensor")
     mesh = _checked("--stages", config.stages, lambda: make_mesh(config.stages, config.data, config.tensor))
     placement = make_placement(mesh, dividing_sizes(model))
     stage_plan = _checked(

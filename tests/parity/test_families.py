@@ -19,12 +19,13 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 LENGTHS = (1, 3, 16, 17, 40)  # of prompts: below, at and past a chunk of 16
 MOST_TOKENS = 18
-IN_CI = (("glm_moe_dsa", 2), ("qwen3_5_moe", 2), ("deepseek_v3", 2))
+LAYOUTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))  # stages, tensor
+IN_CI = (("glm_moe_dsa", 2, 1), ("qwen3_5_moe", 2, 2), ("deepseek_v3", 1, 2))
 CASES = [
-    pytest.param(name, stages, marks=() if (name, stages) in IN_CI else pytest.mark.slow)
-    for stages in (1, 2, 4)
+    pytest.param(name, *layout, marks=() if (name, *layout) in IN_CI else pytest.mark.slow)
+    for layout in LAYOUTS
     for name in NAMES
-    if (name, stages) != ("deepseek_v32", 4)  # it has three layers
+    if (name, *layout) != ("deepseek_v32", 4, 1)  # it has three layers
 ]
 
 
@@ -48,13 +49,14 @@ def reference(name: str) -> tuple[tuple[int, ...], ...]:
     return tuple(texts)
 
 
-@pytest.mark.parametrize(("name", "stages"), CASES)
-def test_speculative_is_plain(name: str, stages: int) -> None:
+@pytest.mark.parametrize(("name", "stages", "tensor"), CASES)
+def test_speculative_is_plain(name: str, stages: int, tensor: int) -> None:
     texts = reference(name)
     sequences = [prompt + text for prompt, text in zip(prompts(), texts, strict=True)]
     with rigged_drafts(sequences):
         source = resolve_model(GOLDEN / f"tiny_{name}")
-        engine = make_engine(source, stages=stages, num_speculative_tokens=3, max_num_seqs=4)
+        sizes = {"num_speculative_tokens": 3, "max_num_seqs": 4}
+        engine = make_engine(source, stages=stages, tensor=tensor, **sizes)
     jobs = {
         str(index): Job(prompt, greedy(MOST_TOKENS - index, 3 - index % 2), arrives=2 * index, seed=index)
         for index, prompt in enumerate(prompts())
