@@ -73,6 +73,18 @@ class ExpertsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaConfig:
+    """Gated delta nets in place of attention in some layers (Qwen3-Next, Qwen3.5)."""
+
+    num_key_heads: int  # linear_num_key_heads
+    num_value_heads: int  # linear_num_value_heads
+    key_width: int  # linear_key_head_dim
+    value_width: int  # linear_value_head_dim
+    conv_taps: int  # linear_conv_kernel_dim
+    layers: tuple[bool, ...]  # trunk layers that have one; the others have attention
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder and of its MTP module. Field names follow Hugging Face's config.json."""
 
@@ -97,6 +109,9 @@ class ModelConfig:
     latent: LatentConfig | None = None  # None: grouped-query attention
     indexer: IndexerConfig | None = None  # None: attention over the whole context
     experts: ExpertsConfig | None = None  # None: a dense ffn in every layer
+    delta: DeltaConfig | None = None  # None: attention in every layer
+    output_gate: bool = False  # attn_output_gate: attention's output times a sigmoid of a part of q_proj
+    zero_centred_norms: bool = False  # norms are stored as their distance from one (but those of delta nets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +136,7 @@ class EngineConfig:
     table_growth: int = 4  # factor from one bucket to the next: 2 wastes less attention, compiles more
     static_sampling: bool = False  # executables by kind of sampling: conditionals are slow on GPUs
     enable_prefix_caching: bool = True
+    logprobs_mode: Literal["raw", "processed"] = "raw"  # of the model, or what was sampled from
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self):
@@ -139,6 +155,7 @@ class EngineConfig:
         choices = {
             "table_growth": (2, 4),
             "draft_sampling": ("greedy", "probabilistic"),
+            "logprobs_mode": ("raw", "processed"),
             "dtype": ("float32", "bfloat16", "float16"),
         }
         for name, legal in choices.items():

@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m mtp_jax.conve
     source, out = Path(given.pop("source")), Path(given.pop("out"))
     try:
         options = resolve(given, {})
-        prepare_jax(options.engine.stages, default_compile_cache())
+        num_devices = options.engine.stages * options.engine.tensor * options.engine.data
+        prepare_jax(num_devices, default_compile_cache())
         convert(source, out, options.mtp_head, options.dtype, options.overrides, PhaseBars())
     except (InvalidValueError, UnsupportedHereError) as error:
         return fail(prog, error)
@@ -52,7 +53,7 @@ def convert(
       out: a folder that does not exist or is empty.
       mtp_head: as the flag.
       dtype: as the flag.
-      layout: fields of EngineConfig: stages.
+      layout: fields of EngineConfig: stages, tensor.
       report: gets the progress of reading and writing.
 
     Raises:

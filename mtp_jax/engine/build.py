@@ -13,13 +13,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig, ModelConfig
-from mtp_jax.engine.buckets import Bucket, BucketTable
+from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
 from mtp_jax.engine.memory import MemoryPlan, plan_memory
 from mtp_jax.engine.placed import check_layout, load_weights
 from mtp_jax.engine.plan_arrays import PlanArrays, PlanWriter
-from mtp_jax.engine.state import EngineState, init_state, state_shapes, state_specs
+from mtp_jax.engine.shaping_slots import ShapingSlots
+from mtp_jax.engine.shaping_state import shaping_shapes, shaping_specs
+from mtp_jax.engine.state import EngineState, init_state, state_shapes, state_specs, with_shaping
 from mtp_jax.engine.step import Program, dividing_sizes
 from mtp_jax.engine.trees import spec_of, stand_in
 from mtp_jax.engine.weights import WeightLayout, Weights
@@ -94,6 +96,12 @@ class Blueprint:
         path = _model_path(self.options)
         return path.stem if path.suffix == ".gguf" else path.name
 
+    def _whole_axes(self) -> list[str]:
+        """A line on what is not split though the mesh would allow it, because it does not divide."""
+        placement, sizes = self.program.layout.placement, dividing_sizes(self.model)
+        names = [f"{name} ({sizes[name]})" for name in sizes if name in placement.replicated]
+        return [f"replicated   {', '.join(names)}: not a multiple of the devices"] if names else []
+
     def describe(self) -> str:
         """Model, mesh and memory, a few lines for people."""
         config, mesh = self.config, self.program.layout.placement.mesh
@@ -111,6 +119,7 @@ class Blueprint:
             f"mesh         stage {config.stages} x data {config.data} x tensor {config.tensor} "
             f"on {mesh.devices.size} x {device.device_kind} ({jax.default_backend()}), {config.dtype}",
             f"stages       {self.program.layout.plan.describe()}",
+            *self._whole_axes(),
             f"speculation  {speculation}",
             f"requests     {config.max_num_seqs} at a time, {config.max_model_len} tokens each at most",
             f"memory       {self.memory.describe()}",
@@ -137,8 +146,8 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     head = _find_head(options, source, path)
     has_mtp = head is not None or model.num_nextn_predict_layers > 0
     config = _resolve(options, model, has_mtp=has_mtp)
-    if config.data > 1 or config.tensor > 1:
-        raise UnsupportedHereError("--data and --tensor above 1 are not supported yet; use --stages")
+    if config.data > 1:
+        raise UnsupportedHereError("--data above 1 is not supported yet; use --stages and --tensor")
     mesh = _checked("--stages", config.stages, lambda: make_mesh(config.stages, config.data, config.tensor))
     placement = make_placement(mesh, dividing_sizes(model))
     stage_plan = _checked(
@@ -211,6 +220,7 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
         executables=executables,
         buckets=table,
         writer=PlanWriter(config, layout.placement),
+        shaping=ShapingSlots(config.max_num_seqs, layout.padded_vocab, layout.placement),
         weights=weights,
         state=state,
     )
@@ -228,11 +238,17 @@ def _shapes_of(
 
     weights = jax.tree.map(placed, layout.shapes(), layout.specs())
     state = jax.tree.map(placed, shapes, specs)
+    shaping = jax.tree.map(
+        placed,
+        shaping_shapes(program.config.max_num_seqs, layout.padded_vocab),
+        shaping_specs(layout.placement),
+    )
 
     def of_bucket(bucket: Bucket) -> tuple[Weights, EngineState, PlanArrays]:
         idle = idle_plan(bucket, program.config)
         plan = PlanWriter(program.config, layout.placement).write(idle, bucket)
-        return weights, state, jax.tree.map(lambda x: placed(x, stand_in(P())), plan)
+        plan = jax.tree.map(lambda x: placed(x, stand_in(P())), plan)
+        return weights, with_shaping(state, shaping) if bucket.sampling is Sampling.SHAPED else state, plan
 
     return of_bucket
 
@@ -301,6 +317,9 @@ def _resolve(options: EngineOptions, model: ModelConfig, *, has_mtp: bool) -> En
     if config.max_model_len > model.max_position_embeddings:
         legal = f"up to {model.max_position_embeddings}, the model's context"
         raise InvalidValueError("--max-model-len", config.max_model_len, legal)
+    if config.enable_prefix_caching and model.delta is not None:
+        log.info("no prefix cache: this model's recurrent layers keep no state for the middle of a prompt")
+        config = dataclasses.replace(config, enable_prefix_caching=False)
     if config.num_speculative_tokens and not has_mtp:
         legal = "0: this model has no MTP module (give one with --mtp-head)"
         raise InvalidValueError("--num-speculative-tokens", config.num_speculative_tokens, legal)

@@ -85,7 +85,9 @@ def plan_memory(
 
 def _elements_per_page(layout: WeightLayout, config: EngineConfig) -> int:
     """Of the largest cache."""
-    return config.page_size * max(math.prod(rows.shape) for slot in layout.slot_caches for rows in slot)
+    return config.page_size * max(
+        math.prod(rows.shape) for slot in layout.slot_caches for rows in slot if rows.per == "token"
+    )
 
 
 def _check_memory(

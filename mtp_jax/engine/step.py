@@ -9,12 +9,13 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig, ModelConfig
-from mtp_jax.engine.buckets import Bucket
+from mtp_jax.engine.buckets import Bucket, Sampling
 from mtp_jax.engine.draft import MTP
 from mtp_jax.engine.head import Head
 from mtp_jax.engine.plan_arrays import PlanArrays
 from mtp_jax.engine.ring import Ring, RunLayer
-from mtp_jax.engine.state import Carry, EngineState, state_specs
+from mtp_jax.engine.shaping_state import shaping_specs
+from mtp_jax.engine.state import Carry, EngineState, state_specs, with_shaping
 from mtp_jax.engine.trees import stand_in
 from mtp_jax.engine.vocabulary import Vocabulary
 from mtp_jax.engine.weights import WeightLayout, Weights
@@ -52,6 +53,8 @@ class Program:
         """
         layout, mesh = self.layout, self.layout.placement.mesh
         states = state_specs(layout, self.config)
+        if bucket.sampling is Sampling.SHAPED:
+            states = with_shaping(states, shaping_specs(layout.placement))
         in_specs = (layout.specs(), states, P())
         out_specs = (states, StepOutput(stand_in(P()), stand_in(P())))
 
@@ -94,7 +97,7 @@ class Program:
     def _layer_runner(self, kind: LayerKind) -> RunLayer:
         structure = make_layer(self.layout.model, kind, self.layout.dtype)
         table = layer_leaves(self.layout.model, kind)
-        heads = "kv_heads" if kind.attention == "grouped" else "heads"
+        heads = {"grouped": "kv_heads", "delta": "key_heads"}.get(kind.attention, "heads")
         sums = (self._sum_over(name, (TENSOR,)) for name in (heads, "ffn", "experts"))
         sum_attention, sum_ffn, sum_experts = sums
 
@@ -137,6 +140,8 @@ class Program:
 def dividing_sizes(model: ModelConfig) -> dict[str, int]:
     """Sizes of the logical axes that a mesh may fail to divide; `make_placement` then replicates them."""
     sizes = {"mtp_out": model.hidden_size}
+    if model.delta is not None:
+        sizes["key_heads"] = model.delta.num_key_heads
     ffn = math.gcd(model.intermediate_size, model.experts.shared_width if model.experts else 0)
     for prefix in ("", "mtp_"):
         sizes[f"{prefix}ffn"] = ffn
