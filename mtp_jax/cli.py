@@ -1,4 +1,4 @@
-"""The `mtp-jax` command: `mtp-jax serve ...`, `chat`, `bench`, `train`, `version`."""
+"""The `mtp-jax` command: `mtp-jax serve ...`, `chat`, `bench`, `train`, `convert`, `version`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +34,13 @@ def _train(argv: Sequence[str]) -> int:
     return train(argv, prog="mtp-jax train")
 
 
+def _convert(argv: Sequence[str]) -> int:
+    exit_on_signals()
+    from mtp_jax.convert import main as convert
+
+    return convert(argv, prog="mtp-jax convert")
+
+
 def _version(argv: Sequence[str]) -> int:
     if argv:
         print(f"mtp-jax version: got {argv[0]!r}; expected no arguments", file=sys.stderr)
@@ -50,6 +57,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "chat": ("chat with a model in the terminal", _chat),
     "bench": ("measure a server or the engine", _bench),
     "train": ("train an MTP head for a model", _train),
+    "convert": ("write a model's arrays as they are placed", _convert),
     "version": ("print the version", _version),
 }
 

@@ -17,6 +17,7 @@ from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
 from mtp_jax.engine.memory import MemoryPlan, plan_memory
+from mtp_jax.engine.placed import check_layout, load_weights
 from mtp_jax.engine.plan_arrays import PlanArrays, PlanWriter
 from mtp_jax.engine.shaping_slots import ShapingSlots
 from mtp_jax.engine.shaping_state import shaping_shapes, shaping_specs
@@ -27,6 +28,7 @@ from mtp_jax.engine.weights import WeightLayout, Weights
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError
 from mtp_jax.loading import (
     MTPHead,
+    PlacedDir,
     WeightSource,
     default_model_path,
     find_mtp_head,
@@ -153,7 +155,11 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     )
     with_mtp = config.num_speculative_tokens > 0
     draft_vocab = head.draft_vocab if head is not None and with_mtp else None
+    if isinstance(source, PlacedDir) and with_mtp:
+        draft_vocab = source.draft_vocab
     layout = WeightLayout(model, stage_plan, placement, jnp.dtype(config.dtype), with_mtp, draft_vocab)
+    if isinstance(source, PlacedDir):
+        check_layout(source, layout)
     memory = plan_memory(layout, config, options.kv_cache_gib, "num_pages" in options.overrides)
     config = dataclasses.replace(config, num_pages=memory.num_pages)
     program = Program(config, layout)
@@ -180,11 +186,11 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
             first, fallback = [*first, *fallback], []
         compiles = [pool.submit(executables.compile, bucket) for bucket in first]
         try:
-            weights = layout.load(
-                blueprint.source.read,
+            weights = load_weights(
+                blueprint.source,
+                layout,
                 blueprint.read_mtp,
                 lambda done, total: report("reading", done, total),
-                blueprint.source.names(),
             )
             report("placing", 0, 1)
             state = init_state(shapes, specs, layout.placement)
@@ -271,6 +277,10 @@ def _model_path(options: EngineOptions) -> Path:
 
 def _find_head(options: EngineOptions, source: WeightSource, path: Path | None) -> MTPHead | None:
     """The MTP module to use instead of the checkpoint's own: --mtp-head, or one that goes with the model."""
+    if isinstance(source, PlacedDir):
+        if options.mtp_head is not None:
+            raise InvalidValueError("--mtp-head", options.mtp_head, "none: placed arrays have their own head")
+        return None
     if options.mtp_head is not None:
         head = open_mtp_head(resolve_mtp_head(options.mtp_head), source.config)
         if not head.fits(source):

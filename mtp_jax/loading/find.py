@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.loading.gguf_file import GGUFFile
+from mtp_jax.loading.placed_dir import MARKER, PlacedDir
 from mtp_jax.loading.safetensors_dir import SafetensorsDir
 from mtp_jax.loading.source import WeightSource
 
@@ -34,7 +35,7 @@ def resolve_model(model: str | Path | None = None) -> WeightSource:
     """Opens a checkpoint; nothing but its headers is read yet.
 
     Args:
-      model: a GGUF file, a Hugging Face directory, or None for the default model.
+      model: a GGUF file, a Hugging Face directory, a folder of placed arrays, or None for the default model.
 
     Raises:
       InvalidValueError: nothing there. CheckpointError: something there that cannot be loaded.
@@ -46,7 +47,7 @@ def resolve_model(model: str | Path | None = None) -> WeightSource:
     except (OSError, RuntimeError) as error:  # no permission, a name too long; no home to expand
         raise InvalidValueError("--model", str(model), f"{legal} ({error})") from error
     if is_directory:
-        return SafetensorsDir(path)
+        return PlacedDir(path) if (path / MARKER).is_file() else SafetensorsDir(path)
     if not is_file or path.suffix != ".gguf":
         raise InvalidValueError("--model", str(model), legal)
     return GGUFFile(path)

@@ -32,7 +32,7 @@ def config_from_directory(directory: Path) -> ModelConfig:
     generation = directory / "generation_config.json"
     extra = Fields(generation.name, read_json(generation) if generation.is_file() else {})
     model_type = fields.values.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise fields.fail("model_type", "one of " + ", ".join(FAMILIES))
     if "text_config" in fields.values:  # beside it are the parts for images
         inner = fields.mapping("text_config")
@@ -96,7 +96,6 @@ def _refuse_features(fields: Fields) -> None:
     fields.must_be("hidden_act", ("silu",))
     fields.must_be("mlp_bias", (False, None))
     fields.must_be("use_sliding_window", (False, None))
-    fields.must_be("quantization_config", (None,))
     model_type = fields.values["model_type"]
     if model_type not in _PARTIAL:
         fields.must_be("partial_rotary_factor", (1, None))

@@ -14,8 +14,10 @@ import numpy as np
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import CheckpointError, InvalidValueError
 from mtp_jax.loading.fingerprint import target_fingerprint
-from mtp_jax.loading.safetensors_dir import MTP_HEAD_FILE, TensorFiles
+from mtp_jax.loading.quantised import PLAIN
+from mtp_jax.loading.safetensors_dir import MTP_HEAD_FILE
 from mtp_jax.loading.source import WeightSource, check_shapes
+from mtp_jax.loading.tensor_files import TensorFiles
 from mtp_jax.models.registry import mtp_prefix, mtp_tensors
 
 log = logging.getLogger(__name__)
@@ -50,13 +52,17 @@ def open_mtp_head(path: Path, config: ModelConfig) -> MTPHead:
       config: the target's; the head must have its widths.
 
     Raises:
-      CheckpointError: unreadable, or tensors missing, misshapen or unknown.
+      CheckpointError: unreadable, or tensors missing, misshapen, unknown or quantised.
     """
     tensors = TensorFiles([path])
     shapes = tensors.shapes
     ids_name = mtp_prefix(config) + DRAFT_VOCAB_IDS
     ids_shape = shapes.pop(ids_name, None)
     check_shapes(path.name, mtp_tensors(config), shapes)
+    for name in sorted(shapes):
+        if tensors.dtype(name) not in PLAIN:
+            legal = "float32, float16 or bfloat16"
+            raise CheckpointError(f"{path.name}: {name}", str(tensors.dtype(name)), legal)
     if ids_shape is None:
         return MTPHead(path, tensors, None)
     ids = tensors.read(ids_name)

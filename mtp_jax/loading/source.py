@@ -14,6 +14,7 @@ from mtp_jax.text import Tokenizer
 
 Shape = tuple[int, ...]
 
+MAX_NAMES = 20  # that one message lists
 MAX_LAYERS = 10_000  # more is a broken file, and its list of tensors would fill the memory
 
 
@@ -32,7 +33,8 @@ class WeightSource(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor: float32, bfloat16 or float16 as stored; quantised formats come as float32.
+        """The tensor: float32, bfloat16 or float16 as stored. What is quantised comes as
+        bfloat16 from Hugging Face's formats and as float32 from GGUF.
 
         The array may be a read-only view of the mapped file.
         """
@@ -69,16 +71,42 @@ def check_shapes(
     gives wrong answers instead of none. `unread` ones may be there.
 
     Raises:
-      CheckpointError: a tensor is missing, has another shape, or is not understood.
+      CheckpointError: tensors are missing, have another shape, or are not understood; it names them all,
+        up to `MAX_NAMES`.
     """
+    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
+    misshapen = [
+        f"{name} {list(found[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    extra = sorted(set(found) - set(expected) - set(unread))
+    problems = {"missing": missing, "of another shape": misshapen, "unexpected": extra}
+    count = sum(map(len, problems.values()))
+    if count == 1:
+        _raise_one(where, expected, found, extra)
+    if count:
+        got, room = [], MAX_NAMES
+        for what, names in problems.items():
+            shown = names[:room]
+            room -= len(shown)
+            if shown and len(shown) < len(names):
+                shown = [*shown, f"and {len(names) - len(shown)} more"]
+            if names:
+                got.append(f"{len(names)} {what}" + (": " + ", ".join(shown) if shown else ""))
+        raise CheckpointError(f"{where}: tensors", "; ".join(got), "those that config.json asks for")
+
+
+def _raise_one(
+    where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], extra: list[str]
+) -> None:
+    if extra:
+        raise CheckpointError(f"{where}: {extra[0]}", "a tensor that this model type does not have", "none")
     for name, shape in expected.items():
         if name not in found:
             raise CheckpointError(f"{where}: {name}", "no such tensor", f"a tensor of shape {list(shape)}")
         if found[name] != shape:
             raise CheckpointError(f"{where}: {name}", list(found[name]), f"shape {list(shape)}")
-    extra = sorted(set(found) - set(expected) - set(unread))
-    if extra:
-        raise CheckpointError(f"{where}: {extra[0]}", "a tensor that this model type does not have", "none")
 
 
 def count_text(config: ModelConfig) -> str:

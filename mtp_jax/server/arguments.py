@@ -82,7 +82,11 @@ def flag_of(field: str) -> str:
 _INTEGER = number(int, 0)  # EngineConfig knows the ranges
 FLAGS: dict[str, dict[str, Flag]] = {
     "model": {
-        "model": ("Hugging Face directory or GGUF file; without it, the default model", any_text, None),
+        "model": (
+            "Hugging Face directory, GGUF file or output of `mtp-jax convert`; without it, the default model",
+            any_text,
+            None,
+        ),
         "served_model_name": ("name that clients ask for ('default' always works)", any_text, None),
         "mtp_head": ("file or directory with the weights of an MTP module", any_text, None),
         "dtype": (

@@ -20,7 +20,7 @@ def _canonical(name: str) -> str:
 def test_every_dependency_is_pinned_within_its_range() -> None:
     pins = {_canonical(name): version for name, version in PINS.items()}
     extras = PROJECT["optional-dependencies"]
-    for line in (*PROJECT["dependencies"], *extras["train"], *extras["dev"]):
+    for line in (*PROJECT["dependencies"], *extras["convert"], *extras["train"], *extras["dev"]):
         requirement = Requirement(line)
         assert pins[_canonical(requirement.name)] in requirement.specifier, line
 

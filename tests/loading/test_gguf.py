@@ -142,9 +142,12 @@ def test_type_names_are_the_format_s():
         ({"llama.rope.scaling.type": "yarn"}, r"scaling\.type: got 'yarn'.*linear"),
         ({"llama.rope.dimension_count": 8}, r"dimension_count: got 8.*16"),
         ({"llama.attention.head_count_kv": 3}, r"head_count_kv: got 3.*divisor"),
-        ({"llama.block_count": 3}, r"model\.layers\.2\..*no such tensor"),
-        ({"llama.block_count": 1}, r"model\.layers\.1\..*does not have"),
-        ({"llama.feed_forward_length": 128}, r"mlp\.gate_proj\.weight: got \[96, 64\].*\[128, 64\]"),
+        ({"llama.block_count": 3}, r"9 missing: model\.layers\.2\.input_layernorm\.weight \[64\], "),
+        ({"llama.block_count": 1}, r"9 unexpected: model\.layers\.1\.input_layernorm\.weight, "),
+        (
+            {"llama.feed_forward_length": 128},
+            r"6 of another shape: .*mlp\.gate_proj\.weight \[96, 64\] instead of \[128, 64\]",
+        ),
         ({"llama.context_length": "many"}, r"context_length: got 'many'.*integer"),
     ],
 )

@@ -101,7 +101,6 @@ def test_end_of_sequence_ids_of_both_files(read):
         ({"mlp_bias": True}, "mlp_bias: got True"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window: got True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: rope_type: got 'yarn'.*llama3"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: got None"),
         ({"rope_scaling": 3}, "rope_scaling: got 3; expected an object"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from mtp_jax.engine.build import EngineOptions, draw_blueprint
 from mtp_jax.errors import CheckpointError
@@ -86,3 +86,14 @@ def test_the_default_model_has_a_head() -> None:
     assert head.path.stat().st_size < 10e6
     assert (head.path.parent / "README.md").is_file()
     assert head.tensors.metadata["target_fingerprint"] == target_fingerprint(source)
+
+
+def test_a_quantised_head_is_refused(tmp_path: Path) -> None:
+    """Its scales would be missing: codes alone have the right shape and mean nothing."""
+    path, name = save_head(tmp_path / "head.safetensors"), "model.mtp_layers.0.mlp.up_proj.weight"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].astype(ml_dtypes.float8_e4m3fn)}, path)
+    with pytest.raises(CheckpointError) as error:
+        open_mtp_head(path, SafetensorsDir(TARGET).config)
+    legal = "float32, float16 or bfloat16"
+    assert str(error.value) == f"head.safetensors: {name}: got 'float8_e4m3fn'; expected {legal}"

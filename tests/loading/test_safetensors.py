@@ -153,7 +153,9 @@ def test_an_element_type_we_cannot_read(copy):
 def test_shapes_that_contradict_the_configuration(copy):
     directory = copy("tiny_qwen2")
     edit_config(directory, intermediate_size=96)
-    with pytest.raises(CheckpointError, match=r"gate_proj\.weight: got \[80, 32\].*\[96, 32\]"):
+    with pytest.raises(
+        CheckpointError, match=r"9 of another shape: .*gate_proj\.weight \[80, 32\] instead of \[96, 32\]"
+    ):
         SafetensorsDir(directory)
 
 
@@ -207,7 +209,7 @@ def test_a_head_for_another_target(tmp_path):
     tensors = {name: mimo.read(name) for name in mimo.names() if ".mtp_layers." in name}
     path = tmp_path / "head.safetensors"
     save_file(tensors, path)
-    with pytest.raises(CheckpointError, match=r"head\.safetensors: model\.mtp_layers\.0\..*expected shape"):
+    with pytest.raises(CheckpointError, match=r"head\.safetensors: tensors: got '4 of another shape: model"):
         open_mtp_head(path, llama.config)
     tensors.pop("model.mtp_layers.0.input_proj.weight")
     save_file(tensors, path)
