@@ -19,14 +19,21 @@ class StagePlan:
     """`layers[z]` are the layer indices of stage z, in order, contiguous over stages.
 
     `slots[j][z]` is the layer in slot j of stage z; None where that stage leaves the slot empty.
+    `sizes` are those of all layers, in any unit; layers of one kind are equally large.
     """
 
     layers: tuple[tuple[int, ...], ...]
     slots: tuple[tuple[int | None, ...], ...]
+    sizes: tuple[float, ...]
 
     @classmethod
-    def of(cls, layers: Sequence[Sequence[int]], kinds: Sequence[Hashable] | None = None) -> "StagePlan":
-        """The plan of these cuts, with few slots. `kinds` of all layers; None if they are equal."""
+    def of(
+        cls,
+        layers: Sequence[Sequence[int]],
+        kinds: Sequence[Hashable] | None = None,
+        sizes: Sequence[float] | None = None,
+    ) -> "StagePlan":
+        """The plan of these cuts, with few slots. `kinds` and `sizes` of all layers; None: all are equal."""
         cuts = tuple(tuple(stage) for stage in layers)
         kinds = kinds or [None] * sum(map(len, cuts))
         order: list[Hashable] = []
@@ -34,7 +41,7 @@ class StagePlan:
             order = _common_supersequence(order, [kinds[layer] for layer in stage])
         columns = [_fit(order, stage, kinds) for stage in cuts]
         slots = (slot for slot in zip(*columns, strict=True) if any(layer is not None for layer in slot))
-        return cls(cuts, tuple(slots))
+        return cls(cuts, tuple(slots), tuple(sizes or [1.0] * sum(map(len, cuts))))
 
     @property
     def num_stages(self) -> int:
@@ -59,17 +66,21 @@ class StagePlan:
     def describe(self) -> str:
         """Layers of each stage, such as `layers 0-14 | 15-29`, and what empty slots cost."""
         text = "layers " + " | ".join(f"{stage[0]}-{stage[-1]}" for stage in self.layers)
-        return f"{text} ({self.overhead:.0%} of the slots are empty)" if self.overhead else text
+        padded = any(self.has_empty(slot) for slot in range(self.num_slots))
+        return f"{text} (empty slots add {self.overhead:.1%} to the trunk)" if padded else text
 
     @property
     def overhead(self) -> float:
-        """Empty slots over all slots: the share of trunk memory (and of no time) that padding costs."""
-        filled = sum(len(stage) for stage in self.layers)
-        return 1 - filled / (self.num_slots * self.num_stages)
+        """What empty slots add to the trunk's memory, as a share of it; they cost no time."""
+        slots = sum(self.sizes[self.any_layer(slot)] for slot in range(self.num_slots))
+        return slots * self.num_stages / sum(self.sizes) - 1
 
 
 def plan_stages(
-    num_stages: int, kinds: Sequence[Hashable], costs: Sequence[float] | None = None
+    num_stages: int,
+    kinds: Sequence[Hashable],
+    costs: Sequence[float] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> StagePlan:
     """Cuts layers into contiguous stages of about equal cost, with few empty slots.
 
@@ -77,13 +88,20 @@ def plan_stages(
       num_stages: Z.
       kinds: of each layer: only layers of equal kinds share a slot.
       costs: of each layer, in any unit (bytes, or seconds); None if they are equal.
+      layers: of each stage, how many it has, where that is not to be chosen here.
 
     Raises:
-      ValueError: more stages than layers; its text says what would be legal.
+      ValueError: more stages than layers, or `layers` that cannot be; its text says what would be legal.
     """
     count = len(kinds)
     if not 1 <= num_stages <= count:
         raise ValueError(f"1 to {count}, the model's number of layers")
+    if layers is not None:
+        if len(layers) != num_stages or min(layers) < 1 or sum(layers) != count:
+            some = ",".join(str(len(stage)) for stage in plan_stages(num_stages, kinds, costs).layers)
+            numbers = "one number" if num_stages == 1 else f"{num_stages} numbers from 1"
+            raise ValueError(f"{numbers} that add up to {count}, the model's layers, such as {some}")
+        return _cut(tuple(itertools.accumulate(layers[:-1])), kinds, costs)
     costs = costs or [1.0] * count
     by_kind = dict(zip(kinds, costs, strict=True))
     prices: dict[tuple[int, ...], float] = {}
@@ -91,7 +109,7 @@ def plan_stages(
     def price(cuts: tuple[int, ...]) -> float:
         """Time of the slowest stage, and a part of what empty slots take."""
         if cuts not in prices:
-            plan = _cut(cuts, count, kinds)
+            plan = _cut(cuts, kinds, costs)
             slowest = max(sum(costs[layer] for layer in stage) for stage in plan.layers)
             slots = sum(by_kind[kinds[plan.any_layer(slot)]] for slot in range(plan.num_slots))
             prices[cuts] = slowest + EMPTY_PRICE * (slots - slowest)
@@ -101,7 +119,7 @@ def plan_stages(
     while True:
         near = min((cuts for cuts in _moved(best, count)), key=price, default=best)
         if price(near) >= price(best):
-            return _cut(best, count, kinds)
+            return _cut(best, kinds, costs)
         best = near
 
 
@@ -117,10 +135,10 @@ def balanced_plan(num_layers: int, num_stages: int) -> StagePlan:
     return plan_stages(num_stages, [None] * num_layers)
 
 
-def _cut(cuts: tuple[int, ...], count: int, kinds: Sequence[Hashable]) -> StagePlan:
+def _cut(cuts: tuple[int, ...], kinds: Sequence[Hashable], sizes: Sequence[float] | None) -> StagePlan:
     """The plan whose stages after the first begin at `cuts`."""
-    edges = (0, *cuts, count)
-    return StagePlan.of([range(a, b) for a, b in itertools.pairwise(edges)], kinds)
+    edges = (0, *cuts, len(kinds))
+    return StagePlan.of([range(a, b) for a, b in itertools.pairwise(edges)], kinds, sizes)
 
 
 def _even_cuts(num_stages: int, costs: Sequence[float]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ gradient, so only the engine asks for them.
 import contextlib
 import dataclasses
 import math
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +89,7 @@ class CacheRows:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+    holds: Literal["kv", "indexer keys"] = "kv"  # for the memory plan's table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ class ServeOptions:
     model and the machine, starting from EngineConfig's defaults.
     """
 
-    overrides: Mapping[str, int | bool | str] = dataclasses.field(default_factory=dict)
+    overrides: Mapping[str, int | bool | str | tuple[int, ...]] = dataclasses.field(default_factory=dict)
     model: str | None = None  # a Hugging Face directory or a GGUF file; None is the default model
     served_model_name: str | None = None  # None: the model's own
     mtp_head: str | None = None  # file or directory with the weights of an MTP module
@@ -102,6 +102,15 @@ def drafts(text: str) -> int | float | str:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}") from None
 
 
+def layer_counts(text: str) -> tuple[int, ...]:
+    """Reads the layers of each stage, such as `16,15,15,15`."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        legal = "integers with commas between them, such as 16,15,15,15"
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}") from None
+
+
 _INTEGER = number(int, 0)  # EngineConfig knows the ranges
 # Group -> flag field -> (help, how to read it, choices).
 _Flag = tuple[str, Callable[[str], object], tuple[str, ...] | None]
@@ -118,6 +127,11 @@ FLAGS: dict[str, dict[str, _Flag]] = {
     },
     "layout": {
         "stages": ("pipeline stages", _INTEGER, None),
+        "stage_layers": (
+            "layers of each stage, such as 16,15,15,15, instead of the planner's cuts",
+            layer_counts,
+            None,
+        ),
         "tensor": ("shards of heads, ffn columns and vocabulary", _INTEGER, None),
         "data": ("replicas of slots and pages", _INTEGER, None),
     },
@@ -231,7 +245,7 @@ def parse_options(argv: Sequence[str], prog: str = "mtp-jax serve") -> ServeOpti
     parser = make_parser(prog)
     given = parser.given(argv)
     try:
-        from_file = _read_file(parser, given.pop("config")) if "config" in given else {}
+        from_file = read_file(parser, given.pop("config")) if "config" in given else {}
         return resolve(given, from_file)
     except InvalidValueError as error:
         field = flag_of(error.field) if error.field in _ENGINE_FIELDS else error.field
@@ -266,7 +280,7 @@ def resolve(given: Mapping[str, object], from_file: dict[str, object]) -> ServeO
     return options
 
 
-def _read_file(parser: argparse.ArgumentParser, path: str) -> dict[str, object]:
+def read_file(parser: argparse.ArgumentParser, path: str) -> dict[str, object]:
     """The settings of a TOML file, read by the same rules as the flags."""
     try:
         table = tomllib.loads(Path(path).expanduser().read_text())
@@ -301,7 +315,7 @@ def _file_value(action: argparse.Action, value: object, where: str) -> object:
         raise InvalidValueError(where, value, " or ".join(map(str, action.choices)))
     if action.type is any_text and not isinstance(value, str):
         raise InvalidValueError(where, value, "a text in quotes")
-    if action.type not in (any_text, drafts) and isinstance(value, str):
+    if action.type not in (any_text, drafts, layer_counts) and isinstance(value, str):
         raise InvalidValueError(where, value, "a number without quotes")
     assert callable(action.type)
     try:

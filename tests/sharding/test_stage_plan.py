@@ -2,16 +2,16 @@
 
 import pytest
 
-from sharding.stage_plan import StagePlan, balanced_plan
+from sharding.stage_plan import StagePlan, balanced_plan, plan_stages
 
 
 @pytest.mark.parametrize(
     ("layers", "stages", "expected", "overhead"),
     [
         (5, 1, ((0, 1, 2, 3, 4),), 0),
-        (5, 2, ((0, 1, 2), (3, 4)), 1 / 6),
-        (5, 4, ((0, 1), (2,), (3,), (4,)), 3 / 8),
-        (30, 4, (tuple(range(8)), tuple(range(8, 16)), tuple(range(16, 23)), tuple(range(23, 30))), 2 / 32),
+        (5, 2, ((0, 1, 2), (3, 4)), 1 / 5),
+        (5, 4, ((0, 1), (2,), (3,), (4,)), 3 / 5),
+        (30, 4, (tuple(range(8)), tuple(range(8, 16)), tuple(range(16, 23)), tuple(range(23, 30))), 2 / 30),
         (4, 4, ((0,), (1,), (2,), (3,)), 0),
     ],
 )
@@ -42,10 +42,28 @@ def test_empty_slots() -> None:
 
 def test_describe() -> None:
     assert StagePlan.of(((0, 1), (2, 3))).describe() == "layers 0-1 | 2-3"
-    assert StagePlan.of(((0, 1, 2), (3, 4))).describe() == "layers 0-2 | 3-4 (17% of the slots are empty)"
+    assert StagePlan.of(((0, 1, 2), (3, 4))).describe() == "layers 0-2 | 3-4 (empty slots add 20.0% to the trunk)"
 
 
 @pytest.mark.parametrize("stages", [0, 6])
 def test_refuses(stages: int) -> None:
     with pytest.raises(ValueError, match="1 to 5, the model's number of layers"):
         balanced_plan(5, stages)
+
+
+def test_overhead_is_weighed_by_size() -> None:
+    """A small layer's empty slot costs what that layer takes, not what the others do."""
+    plan = StagePlan.of(((0, 1), (2,)), "abb", (1.0, 10.0, 10.0))
+    assert plan.slots == ((0, None), (1, 2))
+    assert plan.overhead == pytest.approx(1 / 21)
+
+
+def test_given_layers() -> None:
+    assert plan_stages(3, "aaaaa", layers=(1, 3, 1)).layers == ((0,), (1, 2, 3), (4,))
+    assert plan_stages(1, "aaaaa", layers=(5,)).num_slots == 5
+
+
+@pytest.mark.parametrize("layers", [(3,), (3, 3), (4, 2, -1), (5, 0), (1, 2, 2), ()])
+def test_refuses_layers_that_cannot_be(layers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"^2 numbers from 1 that add up to 5, .* such as 3,2$"):
+        plan_stages(2, "aaaaa", layers=layers)
