@@ -73,6 +73,18 @@ class ExpertsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaConfig:
+    """Gated delta nets in place of attention in some layers (Qwen3-Next, Qwen3.5)."""
+
+    num_key_heads: int  # linear_num_key_heads
+    num_value_heads: int  # linear_num_value_heads
+    key_width: int  # linear_key_head_dim
+    value_width: int  # linear_value_head_dim
+    conv_taps: int  # linear_conv_kernel_dim
+    layers: tuple[bool, ...]  # trunk layers that have one; the others have attention
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder and of its MTP module. Field names follow Hugging Face's config.json."""
 
@@ -97,6 +109,9 @@ class ModelConfig:
     latent: LatentConfig | None = None  # None: grouped-query attention
     indexer: IndexerConfig | None = None  # None: attention over the whole context
     experts: ExpertsConfig | None = None  # None: a dense ffn in every layer
+    delta: DeltaConfig | None = None  # None: attention in every layer
+    output_gate: bool = False  # attn_output_gate: attention's output times a sigmoid of a part of q_proj
+    zero_centred_norms: bool = False  # norms are stored as their distance from one (but those of delta nets)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ MeshAxes = str | tuple[str, ...] | None
 LOGICAL_AXES: dict[str, MeshAxes] = {
     "layer_stage": STAGE,  # leading axis of stacked trunk weights, caches and flights
     "kv_heads": TENSOR,  # trunk attention, grouped by KV head
+    "key_heads": TENSOR,  # of gated delta nets
     "heads": TENSOR,  # query heads of latent attention, whose cached rows all devices have
     "ffn": TENSOR,
     "experts": TENSOR,

@@ -139,4 +139,5 @@ class Head:
             length=slots.length.at[at].set(length, mode="drop"),
             last_token=slots.last_token.at[at].set(last, mode="drop"),
             finished=slots.finished.at[at].set(finished, mode="drop"),
+            stood=slots.stood.at[at].set(jnp.where(rows.in_chunk, 0, count), mode="drop"),
         )

@@ -20,6 +20,7 @@ class VerifyRows:
     start: jax.Array  # B      position of the first column's input token
     drafts: jax.Array  # B K   -1: absent
     valid: jax.Array  # B bool produces tokens, and may write to its slot
+    in_chunk: jax.Array  # B bool its input was a prompt's last token
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,17 +97,19 @@ def measure(layout: WeightLayout, config: EngineConfig) -> Parts:
         return _sizes(state_shapes(layout, sized), state_specs(layout, sized), layout)
 
     one, two = state_sizes(1), state_sizes(2)
-    pages: dict[str, int] = {"kv": 0, "indexer keys": 0}
-    sinks = recurrent = 0
+    kv_page = indexer_page = sinks = recurrent = 0
     caches = list(zip(layout.slot_caches, one.caches, two.caches, strict=True))
     if one.mtp_cache is not None and two.mtp_cache is not None:
         caches.append((mtp_caches(layout.model), one.mtp_cache, two.mtp_cache))
     for table, *sizes in caches:
         for rows, small, large in zip(table, *sizes, strict=True):
             page = int(large) - int(small)
-            pages[rows.holds] += page
-            sinks += int(small) - page if page else 0
-            recurrent += 0 if page else int(small)
+            if rows.per != "token":
+                recurrent += int(small)
+            elif rows.is_index:
+                indexer_page, sinks = indexer_page + page, sinks + int(small) - page
+            else:
+                kv_page, sinks = kv_page + page, sinks + int(small) - page
     beside = dataclasses.replace(one, caches=(), mtp_cache=None)
     head = (weights.lm_head, weights.final_norm, weights.draft_head)
     return Parts(
@@ -118,8 +120,8 @@ def measure(layout: WeightLayout, config: EngineConfig) -> Parts:
         embedding=_total(weights.embedding),
         lm_head=_total(head),
         mtp=_total(weights.mtp),
-        kv_page=pages["kv"],
-        indexer_page=pages["indexer keys"],
+        kv_page=kv_page,
+        indexer_page=indexer_page,
         recurrent=recurrent,
         sinks=sinks,
         flights=_total(beside),
@@ -163,7 +165,9 @@ def plan_memory(
 
 def _elements_per_page(layout: WeightLayout, config: EngineConfig) -> int:
     """Of the largest cache."""
-    return config.page_size * max(math.prod(rows.shape) for slot in layout.slot_caches for rows in slot)
+    return config.page_size * max(
+        math.prod(rows.shape) for slot in layout.slot_caches for rows in slot if rows.per == "token"
+    )
 
 
 def check_memory(

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.engine import latent
+from mtp_jax.engine import latent, recurrent
+from mtp_jax.models.delta import DeltaInputs, DeltaWeights
+from mtp_jax.models.delta_net import DeltaHeads
 from mtp_jax.models.layers import Cache, split_qkv
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.device import NotHereError
@@ -23,11 +25,15 @@ class Segment:
 
     `table` [B, W] pages of each row, `positions` [B, T] of its tokens, `limit` [B]: positions at or
     past it are not written (rows that are dead have 0), so nothing ever lands past a slot's pages.
+    For recurrent layers: `slot` [B] of each row, and `stood` [B], how many rows of its round before are
+    to be replayed; None for a prompt chunk.
     """
 
     table: jax.Array
     positions: jax.Array
     limit: jax.Array
+    slot: jax.Array | None = None
+    stood: jax.Array | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +116,29 @@ class PagedAttention:
             for segment, rows, heads in self._split(q, weights)
         ]
         return jnp.concatenate(chosen), cache
+
+    def recurrent(
+        self,
+        inputs: DeltaInputs,
+        weights: DeltaWeights,
+        heads: DeltaHeads,
+        cache: Cache,
+    ) -> tuple[jax.Array, Cache]:
+        """See `Attend`."""
+        outputs = []
+        for segment, *rows in self._split(inputs.channels, inputs.b, inputs.a):
+            assert segment.slot is not None
+            shape = segment.positions.shape
+            here = DeltaInputs(*(row.reshape(*shape, -1) for row in rows))
+            slot = jnp.where(segment.limit > 0, segment.slot, cache[0].shape[0] - 1)  # or the sink
+            if segment.stood is not None:
+                out, cache = recurrent.run_rows(here, weights, heads, cache, slot, segment.stood)
+            else:
+                first = segment.positions[:, 0]
+                count = jnp.clip(segment.limit - first, 0, shape[1])
+                out, cache = recurrent.run_chunk(here, weights, heads, cache, slot, count, first == 0)
+            outputs.append(out.reshape(-1, *out.shape[2:]))
+        return jnp.concatenate(outputs), cache
 
     def _written(self, cache: Cache, new: tuple[jax.Array, ...]) -> Cache:
         """The caches with a row for each token."""

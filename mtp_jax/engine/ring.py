@@ -32,6 +32,7 @@ class Group:
     start: jax.Array
     tokens: jax.Array
     valid: jax.Array  # B bool: live, and its slot still belongs to the same generation
+    stood: jax.Array
 
 
 Leaves = tuple[jax.Array, ...]  # weights of one layer
@@ -89,12 +90,13 @@ class Ring:
 
     def _group(self, flight: Flight, index: jax.Array) -> Group:
         rows = self.bucket.rows
-        slot, generation, start, tokens, live = (
-            jax.lax.dynamic_index_in_dim(field, index, keepdims=False)[:rows]
-            for field in (flight.slot, flight.generation, flight.start, flight.tokens, flight.live)
+        fields = (flight.slot, flight.generation, flight.start, flight.tokens, flight.live, flight.stood)
+        slot, generation, start, tokens, live, stood = (
+            jax.lax.dynamic_index_in_dim(field, index, keepdims=False)[:rows] for field in fields
         )
         tokens = tokens[:, : self.bucket.drafts + 1]
-        return Group(slot, generation, start, tokens, live & (self.plan.generation[slot] == generation))
+        valid = live & (self.plan.generation[slot] == generation)
+        return Group(slot, generation, start, tokens, valid, stood)
 
     def _chunk(self, lane: Lane, index: jax.Array) -> tuple[Chunk, jax.Array]:
         """The chunk that entered at this tick (mod Z), and its generation."""
@@ -149,13 +151,15 @@ class Ring:
         b, t = group.tokens.shape
         columns = jnp.arange(t, dtype=jnp.int32)
         limit = jnp.where(group.valid, self.plan.capacity[group.slot], 0)
-        segments = [Segment(self.plan.table[group.slot], group.start[:, None] + columns, limit)]
+        positions = group.start[:, None] + columns
+        segments = [Segment(self.plan.table[group.slot], positions, limit, group.slot, group.stood)]
         carry = jax.tree.map(lambda x: x[0, :b, :t].reshape(b * t, -1), state.rows)
         if self.bucket.chunk:
             chunk, _ = self._chunk(state.lane, here)
             positions = chunk.start + jnp.arange(self.bucket.chunk, dtype=jnp.int32)
             limit = jnp.where(chunk.valid, chunk.start + chunk.count, 0)
-            segments.append(Segment(self.plan.table[chunk.slot][None], positions[None], limit[None]))
+            table, slot = self.plan.table[chunk.slot][None], chunk.slot[None]
+            segments.append(Segment(table, positions[None], limit[None], slot))
             carry = jax.tree.map(
                 lambda x, lane: jnp.concatenate([x, lane[0, : self.bucket.chunk]]), carry, state.lane_rows
             )
@@ -227,7 +231,8 @@ class Ring:
 
     def _leaving(self, state: EngineState, leaving: jax.Array) -> tuple[VerifyRows, Chunk | None]:
         group = self._group(state.flight, leaving)
-        rows = VerifyRows(group.slot, group.generation, group.start, group.tokens[:, 1:], group.valid)
+        drafts, in_chunk = group.tokens[:, 1:], jnp.zeros_like(group.valid)
+        rows = VerifyRows(group.slot, group.generation, group.start, drafts, group.valid, in_chunk)
         if not self.bucket.chunk:
             return rows, None
         chunk, generation = self._chunk(state.lane, leaving)
@@ -238,6 +243,7 @@ class Ring:
             start=jnp.append(rows.start, chunk.start + chunk.count - 1),
             drafts=jnp.concatenate([rows.drafts, absent[None]]),
             valid=jnp.append(rows.valid, chunk.valid & (chunk.next_token < 0)),
+            in_chunk=jnp.append(in_chunk, True),
         )
         return with_chunk, chunk
 
@@ -277,6 +283,7 @@ class Ring:
             start=put(old.start, length),
             tokens=put(old.tokens, tokens),
             live=put(old.live, live),
+            stood=put(old.stood, slots.stood[slot]),
         )
         return flight, embedded
 

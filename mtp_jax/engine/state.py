@@ -35,6 +35,7 @@ class Slots:
     last_token: jax.Array  # U int32   known, not yet in the cache
     drafts: jax.Array | None  # U K int32  proposals for the tokens after last_token; None where K = 0
     finished: jax.Array  # U bool      a stop token or max_total was reached
+    stood: jax.Array  # U int32        rows of the last round that stand, for recurrent layers to replay
     draft_logits: (
         jax.Array | None
     )  # U K Vd float32  log q up to a constant, split along Vd; None: one-hot drafts
@@ -50,6 +51,7 @@ class Flight:
     start: jax.Array  # Z B int32      position of the first token of the row
     tokens: jax.Array  # Z B T int32   last token, then drafts; -1: absent
     live: jax.Array  # Z B bool
+    stood: jax.Array  # Z B int32      rows of the slot's round before that stand
 
 
 @jax.tree_util.register_dataclass
@@ -101,11 +103,12 @@ def state_specs(layout: WeightLayout, config: EngineConfig) -> EngineState:
     drafts = config.num_speculative_tokens > 0
 
     def cache(rows: tuple[CacheRows, ...], *leading: str | None) -> Cache:
-        return tuple(stand_in(placement.spec(*leading, None, None, *row.axes)) for row in rows)
+        entries = {"token": (None, None), "slot": (None,), "round": (None, None)}
+        return tuple(stand_in(placement.spec(*leading, *entries[row.per], *row.axes)) for row in rows)
 
     return EngineState(
-        slots=Slots(whole, whole, whole, whole if drafts else None, whole, logits),
-        flight=Flight(whole, whole, whole, whole, whole),
+        slots=Slots(whole, whole, whole, whole if drafts else None, whole, whole, logits),
+        flight=Flight(whole, whole, whole, whole, whole, whole),
         lane=Lane(whole, whole, whole, whole, whole, whole, whole),
         rows=carry,
         lane_rows=carry,
@@ -128,7 +131,9 @@ def state_shapes(layout: WeightLayout, config: EngineConfig) -> EngineState:
     pages = (config.num_pages + sink, config.page_size)
 
     def cache(rows: tuple[CacheRows, ...], *leading: int) -> Cache:
-        return tuple(array((*leading, *pages, *row.shape), dtype) for row in rows)
+        # Behind the slots is a sink, as there is one behind the pages.
+        entries = {"token": pages, "slot": (u + 1,), "round": (u + 1, k + 1)}
+        return tuple(array((*leading, *entries[row.per], *row.shape), row.dtype or dtype) for row in rows)
 
     def carry(*rows: int) -> Carry:
         indices = None
@@ -143,9 +148,10 @@ def state_shapes(layout: WeightLayout, config: EngineConfig) -> EngineState:
             last_token=array((u,)),
             drafts=array((u, k)) if k else None,
             finished=array((u,), jnp.bool_),
+            stood=array((u,)),
             draft_logits=array((u, k, draft_vocab), jnp.float32) if _keeps_logits(config) else None,
         ),
-        flight=Flight(group, group, group, array((z, b, k + 1)), array((z, b), jnp.bool_)),
+        flight=Flight(group, group, group, array((z, b, k + 1)), array((z, b), jnp.bool_), group),
         lane=Lane(lane, lane, lane, lane, lane, array((z, c)), array((z,), jnp.bool_)),
         rows=carry(z, b, k + 1),
         lane_rows=carry(z, c),

@@ -94,7 +94,7 @@ class Program:
     def _layer_runner(self, kind: LayerKind) -> RunLayer:
         structure = make_layer(self.layout.model, kind, self.layout.dtype)
         table = layer_leaves(self.layout.model, kind)
-        heads = "kv_heads" if kind.attention == "grouped" else "heads"
+        heads = {"grouped": "kv_heads", "delta": "key_heads"}.get(kind.attention, "heads")
         sums = (self._sum_over(name, (TENSOR,)) for name in (heads, "ffn", "experts"))
         sum_attention, sum_ffn, sum_experts = sums
 
@@ -137,6 +137,8 @@ class Program:
 def dividing_sizes(model: ModelConfig) -> dict[str, int]:
     """Sizes of the logical axes that a mesh may fail to divide; `make_placement` then replicates them."""
     sizes = {"mtp_out": model.hidden_size}
+    if model.delta is not None:
+        sizes["key_heads"] = model.delta.num_key_heads
     ffn = math.gcd(model.intermediate_size, model.experts.shared_width if model.experts else 0)
     for prefix in ("", "mtp_"):
         sizes[f"{prefix}ffn"] = ffn

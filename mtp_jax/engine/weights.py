@@ -15,7 +15,7 @@ from mtp_jax.engine.vocabulary import DraftHead
 from mtp_jax.loading.mtp_head import DRAFT_VOCAB_IDS
 from mtp_jax.models.block import LayerKind, layer_caches, layer_leaves
 from mtp_jax.models.layers import CacheRows
-from mtp_jax.models.leaves import Leaf, Read
+from mtp_jax.models.leaves import Leaf, Read, norm
 from mtp_jax.models.registry import (
     EMBEDDING,
     FINAL_NORM,
@@ -80,6 +80,10 @@ class WeightLayout:
         return tuple(self.slot_leaves(slot) for slot in range(self.plan.num_slots))
 
     @property
+    def _final_norm(self) -> Leaf:
+        return norm("final_norm", self.model.hidden_size, FINAL_NORM, self.model.zero_centred_norms)
+
+    @property
     def mtp_leaves(self) -> tuple[Leaf, ...]:
         return mtp_table(self.model)
 
@@ -132,7 +136,7 @@ class WeightLayout:
             ),
             embedding=rows,
             lm_head=None if self.model.tie_word_embeddings else rows,
-            final_norm=array(self.model.hidden_size),
+            final_norm=array(self.model.hidden_size, dtype=self._final_norm.dtype),
             mtp=tuple(array(*leaf.shape, dtype=leaf.dtype) for leaf in self.mtp_leaves)
             if self.with_mtp
             else None,
@@ -191,7 +195,7 @@ class WeightLayout:
                 place(_padded_rows(outputs[ids], few), like.rows, spec.rows),
                 place(padded_ids, like.ids, spec.ids),
             )
-        final_norm = place(read(FINAL_NORM), shapes.final_norm, specs.final_norm)
+        final_norm = place(self._final_norm.read(read, ""), shapes.final_norm, specs.final_norm)
         mtp = None
         if shapes.mtp is not None and specs.mtp is not None:
             assert read_mtp is not None

@@ -2,9 +2,15 @@
 
 from pathlib import Path
 
-from mtp_jax.config import ModelConfig, RopeScaling
+from mtp_jax.config import ExpertsConfig, ModelConfig, RopeScaling
 from mtp_jax.loading.hf_fields import Fields, read_json
-from mtp_jax.loading.hf_parts import experts_config, indexer_config, latent_config
+from mtp_jax.loading.hf_parts import (
+    delta_config,
+    experts_config,
+    indexer_config,
+    latent_config,
+    qwen_experts_config,
+)
 from mtp_jax.loading.source import MAX_LAYERS
 from mtp_jax.models.registry import FAMILIES
 
@@ -12,6 +18,8 @@ _BIASED = ("qwen2", "mimo")  # q, k and v have biases whatever the configuration
 _LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 _INDEXED = ("deepseek_v32", "glm_moe_dsa")
 _EXPERTS = (*_LATENT, "glm4_moe")
+_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+_PARTIAL = {"glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5": 0.25, "qwen3_5_moe": 0.25}  # rotated, by default
 
 
 def config_from_directory(directory: Path) -> ModelConfig:
@@ -26,6 +34,9 @@ def config_from_directory(directory: Path) -> ModelConfig:
     model_type = fields.values.get("model_type")
     if model_type not in FAMILIES:
         raise fields.fail("model_type", "one of " + ", ".join(FAMILIES))
+    if "text_config" in fields.values:  # beside it are the parts for images
+        inner = fields.mapping("text_config")
+        fields = Fields(inner.where, dict(inner.values) | {"model_type": model_type})
     _refuse_features(fields)
     heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads = fields.integer("num_key_value_heads", heads)
@@ -46,21 +57,39 @@ def config_from_directory(directory: Path) -> ModelConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", 1 if model_type == "qwen3_5_moe" else None),
         rope_theta=_rope_theta(fields),
         rope_scaling=_rope_scaling(fields),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
         tie_word_embeddings=bool(fields.values.get("tie_word_embeddings", False)),
         attention_bias=model_type in _BIASED or (model_type == "glm4_moe" and fields.flag("attention_bias")),
-        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, least=0, most=MAX_LAYERS),
+        num_nextn_predict_layers=_mtp_modules(fields),
         eos_token_ids=tuple(dict.fromkeys(fields.ids("eos_token_id") + extra.ids("eos_token_id"))),
         rotary_dim=_rotary_dim(fields, head_dim),
-        qk_norm=fields.flag("use_qk_norm"),
+        qk_norm=model_type in _DELTA or fields.flag("use_qk_norm"),
         latent=latent,
         indexer=indexer_config(fields, layers, str(model_type)) if model_type in _INDEXED else None,
-        experts=experts_config(fields, layers) if model_type in _EXPERTS else None,
+        experts=_experts(fields, layers),
+        delta=delta_config(fields, layers) if model_type in _DELTA else None,
+        output_gate=model_type in _DELTA,
+        zero_centred_norms=model_type in _DELTA,
     )
+
+
+def _mtp_modules(fields: Fields) -> int:
+    """MTP modules; Qwen3-Next does not say, and its weights decide (see `SafetensorsDir`)."""
+    model_type = fields.values["model_type"]
+    key = "num_nextn_predict_layers" if model_type not in _DELTA else "mtp_num_hidden_layers"
+    return fields.integer(key, 1 if model_type == "qwen3_next" else 0, least=0, most=MAX_LAYERS)
+
+
+def _experts(fields: Fields, layers: int) -> ExpertsConfig | None:
+    if fields.values["model_type"] in _EXPERTS:
+        return experts_config(fields, layers)
+    if fields.values["model_type"] in ("qwen3_next", "qwen3_5_moe"):
+        return qwen_experts_config(fields, layers)
+    return None
 
 
 def _refuse_features(fields: Fields) -> None:
@@ -69,9 +98,12 @@ def _refuse_features(fields: Fields) -> None:
     fields.must_be("use_sliding_window", (False, None))
     fields.must_be("quantization_config", (None,))
     model_type = fields.values["model_type"]
-    if model_type != "glm4_moe":
+    if model_type not in _PARTIAL:
         fields.must_be("partial_rotary_factor", (1, None))
         fields.must_be("use_qk_norm", (False, None))
+    if model_type in _DELTA:
+        fields.must_be("attn_output_gate", (True, None))
+        fields.must_be("mtp_use_dedicated_embeddings", (False, None))
     if model_type == "llama" or model_type in _LATENT:
         fields.must_be("attention_bias", (False, None))  # Llama's would bias the output projection too
 
@@ -79,10 +111,11 @@ def _refuse_features(fields: Fields) -> None:
 def _rotary_dim(fields: Fields, head_dim: int) -> int | None:
     """How many features of a head are rotated; None: all."""
     newer = fields.mapping("rope_parameters")
-    if fields.values["model_type"] != "glm4_moe":
+    usual = _PARTIAL.get(str(fields.values["model_type"]))
+    if usual is None:
         newer.must_be("partial_rotary_factor", (1, None))
         return None
-    factor = newer.number("partial_rotary_factor", fields.number("partial_rotary_factor", 0.5))
+    factor = newer.number("partial_rotary_factor", fields.number("partial_rotary_factor", usual))
     rotated = int(head_dim * factor)
     if factor > 1 or rotated % 2 or not rotated:
         raise fields.fail("partial_rotary_factor", f"a share of head_dim, {head_dim}, that is an even number")

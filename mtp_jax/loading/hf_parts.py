@@ -1,6 +1,6 @@
 """Parts of `config.json` that some families have: latent attention, indexers, experts."""
 
-from mtp_jax.config import ExpertsConfig, IndexerConfig, LatentConfig
+from mtp_jax.config import DeltaConfig, ExpertsConfig, IndexerConfig, LatentConfig
 from mtp_jax.loading.hf_fields import Fields
 
 
@@ -86,3 +86,42 @@ def _sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
         return tuple(kind == "sparse" for kind in types)
     dense = fields.integer("first_k_dense_replace", 0, least=0)
     return tuple(layer >= dense for layer in range(layers))
+
+
+def qwen_experts_config(fields: Fields, layers: int) -> ExpertsConfig:
+    """The mixture of experts of Qwen3-Next and Qwen3.5: weights are always normalised in the latter."""
+    fields.must_be("decoder_sparse_step", (1, None))
+    fields.must_be("mlp_only_layers", ([], None))
+    count = fields.integer("num_experts")
+    normalise = fields.values["model_type"] == "qwen3_5_moe" or fields.flag("norm_topk_prob", True)
+    return ExpertsConfig(
+        num_experts=count,
+        per_token=fields.integer("num_experts_per_tok", most=count),
+        width=fields.integer("moe_intermediate_size"),
+        shared_width=fields.integer("shared_expert_intermediate_size"),
+        sparse=(True,) * layers,
+        scoring="softmax",
+        normalise=normalise,
+        gated_shared=True,
+    )
+
+
+def delta_config(fields: Fields, layers: int) -> DeltaConfig:
+    """Gated delta nets: in these `layer_types`, else in all but each `full_attention_interval`-th layer."""
+    kinds = ("linear_attention", "full_attention")
+    types = fields.words("layer_types", kinds, layers)
+    if types is None:
+        every = fields.integer("full_attention_interval", 4)
+        types = tuple(kinds[(layer + 1) % every == 0] for layer in range(layers))
+    key_heads = fields.integer("linear_num_key_heads")
+    value_heads = fields.integer("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise fields.fail("linear_num_value_heads", f"a multiple of linear_num_key_heads, {key_heads}")
+    return DeltaConfig(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_width=fields.integer("linear_key_head_dim"),
+        value_width=fields.integer("linear_value_head_dim"),
+        conv_taps=fields.integer("linear_conv_kernel_dim", least=2),
+        layers=tuple(kind == kinds[0] for kind in types),
+    )

@@ -32,6 +32,11 @@ _DTYPES = {
 }
 
 
+def canonical(name: str) -> str:
+    """A tensor's name without what models with parts for images put in front of those for text."""
+    return name.replace("model.language_model.", "model.", 1)
+
+
 class TensorFiles:
     """The union of some safetensors files, mapped; tensors are copied out one at a time.
 
@@ -41,7 +46,7 @@ class TensorFiles:
     """
 
     def __init__(self, paths: Iterable[Path]):
-        self._files: dict[str, tuple[Path, safe_open]] = {}
+        self._files: dict[str, tuple[Path, safe_open, str]] = {}  # and its name in the file
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, np.dtype] = {}
         self.metadata: dict[str, str] = {}  # of all files; what the format's header keeps beside tensors
@@ -57,15 +62,16 @@ class TensorFiles:
             got = f"unreadable or cut short ({error})"
             raise CheckpointError(str(path), got, "a safetensors file") from error
         self.metadata |= file.metadata() or {}
-        for name in file.keys():  # noqa: SIM118 - not a mapping
+        for stored in file.keys():  # noqa: SIM118 - not a mapping
+            name = canonical(stored)
             if name in self._files:
                 other = self._files[name][0].name
                 raise CheckpointError(f"{path.name}: {name}", f"the same name in {other}", "each name once")
-            view = file.get_slice(name)
+            view = file.get_slice(stored)
             kind = view.get_dtype()
             if kind not in _DTYPES:
                 raise CheckpointError(f"{path.name}: {name}", kind, "one of " + ", ".join(_DTYPES))
-            self._files[name] = (path, file)
+            self._files[name] = (path, file, stored)
             self._shapes[name] = tuple(view.get_shape())
             self._dtypes[name] = _DTYPES[kind]
 
@@ -94,7 +100,8 @@ class TensorFiles:
 
     def read(self, name: str) -> np.ndarray:
         self._known(name)
-        return self._files[name][1].get_tensor(name)
+        _, file, stored = self._files[name]
+        return file.get_tensor(stored)
 
     def _known(self, name: str) -> None:
         if name not in self._files:
@@ -137,15 +144,17 @@ class SafetensorsDir(TensorFiles):
     def _is_unused(self, name: str) -> bool:
         # Tied wins over a stored head, as in transformers; old Llama files store rotary tables.
         tied_head = name == "lm_head.weight" and self.config.tie_word_embeddings
-        return tied_head or name.endswith("rotary_emb.inv_freq")
+        vision = name.startswith(("model.visual.", "visual."))  # text only, so far
+        return tied_head or vision or name.endswith("rotary_emb.inv_freq")
 
     def _check_index(self) -> None:
         index = self.directory / INDEX
         if not index.is_file():
             return
-        missing = sorted(set(_weight_map(index)) - self.names())
+        listed = {canonical(name): shard for name, shard in _weight_map(index).items()}
+        missing = sorted(set(listed) - self.names())
         if missing:
-            shard = _weight_map(index)[missing[0]]
+            shard = listed[missing[0]]
             raise CheckpointError(f"{shard}: {missing[0]}", "no such tensor", f"the tensor, as {INDEX} says")
 
     def _check_mtp(self) -> None:

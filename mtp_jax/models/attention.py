@@ -1,4 +1,4 @@
-"""Grouped-query attention as a pre-norm block: Llama, Qwen2, MiMo, GLM-4.5."""
+"""Grouped-query attention as a pre-norm block: Llama, Qwen2, MiMo, GLM-4.5, Qwen3-Next, Qwen3.5."""
 
 import dataclasses
 
@@ -18,21 +18,25 @@ from mtp_jax.models.layers import (
     project_add,
     rms_norm,
 )
-from mtp_jax.models.leaves import Leaf, Make, Stored, plain
+from mtp_jax.models.leaves import Leaf, Make, Stored, norm, plain
 
 
 class GroupedAttention(nnx.Module):
     """q, k and v are one product, grouped by KV head so that a shard of G is contiguous."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, make: Make):
-        shapes = {leaf.path[0]: leaf.shape for leaf in self.leaves(config)}
+        table = {leaf.path[0]: leaf for leaf in self.leaves(config)}
+
+        def parameter(name: str) -> nnx.Param:
+            return nnx.Param(make(table[name].shape, table[name].dtype or dtype))
+
         self.eps = config.rms_norm_eps
-        self.input_norm = nnx.Param(make(shapes["input_norm"], dtype))
-        self.qkv = nnx.Param(make(shapes["qkv"], dtype))
-        self.qkv_bias = nnx.Param(make(shapes["qkv_bias"], dtype)) if config.attention_bias else None
-        self.q_norm = nnx.Param(make(shapes["q_norm"], dtype)) if config.qk_norm else None
-        self.k_norm = nnx.Param(make(shapes["k_norm"], dtype)) if config.qk_norm else None
-        self.o = nnx.Param(make(shapes["o"], dtype))
+        self.input_norm = parameter("input_norm")
+        self.qkv, self.o = parameter("qkv"), parameter("o")
+        self.qkv_bias = parameter("qkv_bias") if config.attention_bias else None
+        self.q_norm = parameter("q_norm") if config.qk_norm else None
+        self.k_norm = parameter("k_norm") if config.qk_norm else None
+        self.gate = parameter("gate") if config.output_gate else None
         self.whole_rotation = config.rotary_dim in (None, config.head_dim)
 
     def __call__(
@@ -40,6 +44,9 @@ class GroupedAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array | None, Cache]:
         """x [M, D] -> (x + attention [M, D], indices as they came, cache)."""
         mixed, cache = around.attend.grouped(self._qkv(x, around), cache)
+        if self.gate is not None:
+            gate = linear(rms_norm(x, self.input_norm[...], self.eps), self.gate[...])  # M G Q H
+            mixed = mixed * jax.nn.sigmoid(gate)
         mixed, o = mixed.reshape(x.shape[0], -1), self.o[...].reshape(x.shape[1], -1)
         return project_add(mixed, o, x, around.sum_attention, around.kernels), indices, cache
 
@@ -64,15 +71,17 @@ class GroupedAttention(nnx.Module):
         n = config.num_attention_heads
         q = n // g
         leaves = [
-            plain("input_norm", (d,), (None,), "input_layernorm.weight"),
+            norm("input_norm", d, "input_layernorm.weight", config.zero_centred_norms),
             _qkv_leaf("qkv", "weight", config, (d,)),
             plain("o", (d, g, q, h), (None, "kv_heads", None, None), "self_attn.o_proj.weight", (d, n * h)),
         ]
         if config.attention_bias:
             leaves.append(_qkv_leaf("qkv_bias", "bias", config, ()))
         if config.qk_norm:
-            leaves.append(plain("q_norm", (h,), (None,), "self_attn.q_norm.weight"))
-            leaves.append(plain("k_norm", (h,), (None,), "self_attn.k_norm.weight"))
+            for name in ("q_norm", "k_norm"):
+                leaves.append(norm(name, h, f"self_attn.{name}.weight", config.zero_centred_norms))
+        if config.output_gate:
+            leaves.append(_gate_leaf(config))
         return tuple(leaves)
 
     @staticmethod
@@ -84,14 +93,39 @@ class GroupedAttention(nnx.Module):
 
 def _qkv_leaf(path: str, kind: str, config: ModelConfig, tail: tuple[int, ...]) -> Leaf:
     h, g, n = config.head_dim, config.num_key_value_heads, config.num_attention_heads
-    rows = {"q": n * h, "k": g * h, "v": g * h}
+    gates = 2 if config.output_gate else 1  # q_proj then has a head's query and its gate, one after the other
+    rows = {"q": n * h * gates, "k": g * h, "v": g * h}
 
     def join(parts: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate([part.reshape(g, -1, h, *tail) for part in parts], axis=1)
+        queries = parts[0].reshape(g, n // g, gates, h, *tail)[:, :, 0]
+        return np.concatenate([queries, *(part.reshape(g, 1, h, *tail) for part in parts[1:])], axis=1)
 
     def part(array: np.ndarray) -> list[np.ndarray]:
-        return [array[:, :-2], array[:, -2], array[:, -1]]
+        queries = np.zeros((g, n // g, gates, h, *tail), array.dtype)
+        queries[:, :, 0] = array[:, :-2]
+        return [queries, array[:, -2], array[:, -1]]
 
     tensors = tuple((f"self_attn.{name}_proj.{kind}", (count, *tail)) for name, count in rows.items())
     axes = ("kv_heads", None, None, *(None for _ in tail))
     return Leaf((path,), (g, n // g + 2, h, *tail), axes, (Stored(tensors, join, part),))
+
+
+def _gate_leaf(config: ModelConfig) -> Leaf:
+    """The output gate's part of q_proj."""
+    d, h, g, n = (
+        config.hidden_size,
+        config.head_dim,
+        config.num_key_value_heads,
+        config.num_attention_heads,
+    )
+
+    def join(parts: list[np.ndarray]) -> np.ndarray:
+        return parts[0].reshape(g, n // g, 2, h, d)[:, :, 1]
+
+    def part(array: np.ndarray) -> list[np.ndarray]:
+        both = np.zeros((g, n // g, 2, h, d), array.dtype)
+        both[:, :, 1] = array
+        return [both]
+
+    stored = Stored((("self_attn.q_proj.weight", (2 * n * h, d)),), join, part)
+    return Leaf(("gate",), (g, n // g, h, d), ("kv_heads", None, None, None), (stored,))

@@ -9,6 +9,7 @@ from flax import nnx
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.models.attention import GroupedAttention
+from mtp_jax.models.delta import DeltaAttention
 from mtp_jax.models.ffn import Experts, SwiGLU
 from mtp_jax.models.layers import Around, Cache, CacheRows
 from mtp_jax.models.leaves import Leaf, Make, inside
@@ -20,10 +21,10 @@ class LayerKind:
     """What runs in a layer slot.
 
     `indexed` attention has an indexer; `latent` attention of a model that has one elsewhere takes the
-    positions that the nearest earlier layer chose.
+    positions that the nearest earlier layer chose; `delta` is a gated delta net.
     """
 
-    attention: Literal["grouped", "latent", "indexed"]
+    attention: Literal["grouped", "latent", "indexed", "delta"]
     ffn: Literal["dense", "experts"]
 
     def describe(self) -> str:
@@ -37,6 +38,8 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: ModelConfig, kind: LayerKind, dtype: jnp.dtype, make: Make):
         if kind.attention == "grouped":
             self.attention = GroupedAttention(config, dtype, make)
+        elif kind.attention == "delta":
+            self.attention = DeltaAttention(config, dtype, make)
         else:
             self.attention = LatentAttention(config, kind.attention == "indexed", dtype, make)
         self.ffn = SwiGLU(config, dtype, make) if kind.ffn == "dense" else Experts(config, dtype, make)
@@ -55,6 +58,8 @@ def layer_leaves(config: ModelConfig, kind: LayerKind) -> tuple[Leaf, ...]:
     """The weights of a layer of this kind."""
     if kind.attention == "grouped":
         attention = GroupedAttention.leaves(config)
+    elif kind.attention == "delta":
+        attention = DeltaAttention.leaves(config)
     else:
         attention = LatentAttention.leaves(config, kind.attention == "indexed")
     ffn = SwiGLU.leaves(config) if kind.ffn == "dense" else Experts.leaves(config)
@@ -65,4 +70,6 @@ def layer_caches(config: ModelConfig, kind: LayerKind) -> tuple[CacheRows, ...]:
     """The caches of a layer of this kind."""
     if kind.attention == "grouped":
         return GroupedAttention.caches(config)
+    if kind.attention == "delta":
+        return DeltaAttention.caches(config)
     return LatentAttention.caches(config, kind.attention == "indexed")

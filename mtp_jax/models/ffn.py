@@ -8,7 +8,7 @@ from flax import nnx
 
 from mtp_jax.config import ExpertsConfig, ModelConfig
 from mtp_jax.models.layers import Around, linear, norm_swiglu, project_add, rms_norm
-from mtp_jax.models.leaves import Leaf, Make, halves, plain, whole
+from mtp_jax.models.leaves import Leaf, Make, halves, norm, plain, whole
 
 # x [rows, in] times weight [expert, out, in], for rows sorted by expert.
 _BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
@@ -20,11 +20,14 @@ class SwiGLU(nnx.Module):
     """down(silu(gate x) * up x); gate and up are one product."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, make: Make):
-        d, f = config.hidden_size, config.intermediate_size
+        table = {leaf.path[0]: leaf for leaf in self.leaves(config)}
+
+        def parameter(name: str) -> nnx.Param:
+            return nnx.Param(make(table[name].shape, table[name].dtype or dtype))
+
         self.eps = config.rms_norm_eps
-        self.post_norm = nnx.Param(make((d,), dtype))
-        self.gate_up = nnx.Param(make((2, f, d), dtype))
-        self.down = nnx.Param(make((d, f), dtype))
+        self.post_norm = parameter("post_norm")
+        self.gate_up, self.down = parameter("gate_up"), parameter("down")
 
     def __call__(self, x: jax.Array, around: Around) -> jax.Array:
         """x [M, D] -> x + ffn [M, D]."""
@@ -36,7 +39,7 @@ class SwiGLU(nnx.Module):
         """Its weights; ffn columns are the logical axis `ffn`."""
         d, f = config.hidden_size, config.intermediate_size
         return (
-            plain("post_norm", (d,), (None,), "post_attention_layernorm.weight"),
+            norm("post_norm", d, "post_attention_layernorm.weight", config.zero_centred_norms),
             _gate_up("gate_up", "mlp.", f, d),
             plain("down", (d, f), (None, "ffn"), "mlp.down_proj.weight"),
         )
@@ -91,7 +94,7 @@ class Experts(nnx.Module):
         e, f, shared = experts.num_experts, experts.width, experts.shared_width
         down = whole("mlp.experts.{e}.down_proj.weight", (d, f)), whole("mlp.experts.down_proj", (e, d, f))
         leaves = [
-            plain("post_norm", (d,), (None,), "post_attention_layernorm.weight"),
+            norm("post_norm", d, "post_attention_layernorm.weight", config.zero_centred_norms),
             plain("router", (e, d), (None, None), "mlp.gate.weight"),
             _expert_gate_up(e, f, d),
             Leaf(("down",), (e, d, f), ("experts", None, None), down),

@@ -10,13 +10,17 @@ gradient, so only the engine asks for them.
 import contextlib
 import dataclasses
 import math
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from mtp_jax.config import ModelConfig, RopeScaling
 from pallas_kernels import few_rows
+
+if TYPE_CHECKING:
+    from mtp_jax.models.delta import DeltaInputs, DeltaWeights
+    from mtp_jax.models.delta_net import DeltaHeads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +86,33 @@ class Attend(Protocol):
         """
         ...
 
+    def recurrent(
+        self,
+        inputs: "DeltaInputs",
+        weights: "DeltaWeights",
+        heads: "DeltaHeads",
+        cache: Cache,
+    ) -> tuple[jax.Array, Cache]:
+        """A gated delta net over each row's sequence.
+
+        Takes M rows of inputs and the caches that `DeltaAttention.caches` describes; returns (outputs
+        [M, IJ, Y] fp32, the new caches).
+        """
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheRows:
-    """One cache array of a layer: a row of this shape for each token, split along these logical axes."""
+    """One cache array of a layer: rows of this shape, split along these logical axes.
+
+    There is a row for each token, in pages; or one for each slot; or one for each row of a slot's round.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    holds: Literal["kv", "indexer keys"] = "kv"  # for the memory plan's table
+    per: Literal["token", "slot", "round"] = "token"
+    dtype: jnp.dtype | None = None  # None: the engine's
+    is_index: bool = False  # keys of an indexer, which the memory plan lists by themselves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +166,14 @@ def product(equation: str, *operands: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis: normalised in fp32, cast, then scaled (Llama's order)."""
+    """Root-mean-square norm over the last axis: normalised in fp32, cast, then scaled (Llama's order).
+
+    Weights in fp32 scale before the cast (Qwen3-Next's order).
+    """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    if weight.dtype == jnp.float32:
+        return (wide * weight).astype(x.dtype)
     return wide.astype(x.dtype) * weight
 
 
@@ -224,7 +252,7 @@ def norm_qkv_rope(
     kernels: bool,
 ) -> jax.Array:
     """x [M, D] -> [M, G, Q + 2, H]: of each KV head its queries and its key, rotated, and its value."""
-    if kernels:
+    if kernels and norm.dtype == x.dtype:
         with contextlib.suppress(few_rows.NotHereError):
             return few_rows.norm_qkv_rope(x, norm, weight, bias, rope, eps)
     qkv = linear(rms_norm(x, norm, eps), weight)
@@ -240,7 +268,7 @@ def split_qkv(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def norm_swiglu(x: jax.Array, norm: jax.Array, gate_up: jax.Array, eps: float, kernels: bool) -> jax.Array:
     """x [M, D] -> [M, F]: gate_up [2, F, D] after a norm, SiLU of the one half times the other."""
-    if kernels:
+    if kernels and norm.dtype == x.dtype:
         with contextlib.suppress(few_rows.NotHereError):
             return few_rows.norm_swiglu(x, norm, gate_up, eps)
     out = linear(rms_norm(x, norm, eps), gate_up)  # M 2 F

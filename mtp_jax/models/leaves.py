@@ -109,6 +109,19 @@ def plain(
     return Leaf((path,), shape, axes, (whole(name, stored_shape or shape),))
 
 
+def norm(path: str, width: int, name: str, zero_centred: bool) -> Leaf:
+    """A norm's weights. Those that are stored as their distance from one are applied in fp32 (`rms_norm`)."""
+    if not zero_centred:
+        return plain(path, (width,), (None,), name)
+    one = np.float32(1)
+    stored = Stored(
+        ((name, (width,)),),
+        lambda parts: parts[0].astype(np.float32) + one,
+        lambda array: [array.astype(np.float32) - one],
+    )
+    return Leaf((path,), (width,), (None,), (stored,), jnp.dtype("float32"))
+
+
 def whole(name: str, shape: Shape) -> Stored:
     """Stored as one tensor, in the leaf's order."""
     return Stored(((name, shape),), lambda parts: parts[0], lambda array: [array])

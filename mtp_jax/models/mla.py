@@ -27,7 +27,7 @@ from mtp_jax.models.layers import (
     rms_norm,
     yarn_magnitude,
 )
-from mtp_jax.models.leaves import Leaf, Make, Stored, inside, plain, reordered
+from mtp_jax.models.leaves import Leaf, Make, Stored, inside, norm, plain, reordered
 
 INDEXER_EPS = 1e-6  # of the LayerNorm of indexer keys, whatever rms_norm_eps is
 LATENT_EPS = 1e-6  # of the norms of both latents, likewise
@@ -111,7 +111,7 @@ class LatentAttention(nnx.Module):
         kv_down = reordered("self_attn.kv_a_proj_with_mqa.weight", kv_shape, kv_shape, 0, behind(r))
         head = ("heads", None, None)
         return (
-            plain("input_norm", (d,), (None,), "input_layernorm.weight"),
+            norm("input_norm", d, "input_layernorm.weight", config.zero_centred_norms),
             plain("q_down", (latent.q_rank, d), (None, None), "self_attn.q_a_proj.weight"),
             plain("q_norm", (latent.q_rank,), (None,), "self_attn.q_a_layernorm.weight"),
             Leaf(("q_up",), q_shape, head, (q_up,)),
@@ -185,7 +185,7 @@ class Indexer(nnx.Module):
     @staticmethod
     def caches(config: ModelConfig) -> tuple[CacheRows, ...]:
         """Its keys."""
-        return (CacheRows((_indexer(config).head_dim,), (None,), holds="indexer keys"),)
+        return (CacheRows((_indexer(config).head_dim,), (None,), is_index=True),)
 
 
 def rotation_order(width: int, interleaved: bool) -> np.ndarray:

@@ -18,7 +18,7 @@ from flax import nnx
 from mtp_jax.config import ModelConfig
 from mtp_jax.models.block import DecoderLayer, LayerKind, layer_leaves
 from mtp_jax.models.layers import Around, Cache, linear, rms_norm
-from mtp_jax.models.leaves import Leaf, Make, inside, plain, reordered
+from mtp_jax.models.leaves import Leaf, Make, inside, norm, reordered
 
 # The engine's name of each logical axis where the weights are the MTP module's: these are spread over the
 # head's devices, not over those of one stage.
@@ -38,6 +38,7 @@ class MTPNames:
 
 
 MIMO = MTPNames("hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm", "", True)
+QWEN = MTPNames("pre_fc_norm_hidden", "pre_fc_norm_embedding", "fc", "norm", "layers.0.", False)
 DEEPSEEK = MTPNames("hnorm", "enorm", "eh_proj", "shared_head.norm", "", False)
 
 
@@ -81,16 +82,16 @@ def mtp_leaves(config: ModelConfig, kind: LayerKind, names: MTPNames) -> tuple[L
     """The weights of a module; its projection takes [hidden | embedding] in the engine."""
     d = config.hidden_size
 
-    def norm(path: str, name: str) -> Leaf:
-        return plain(path, (d,), (None,), f"{name}.weight")
+    def own_norm(path: str, name: str) -> Leaf:
+        return norm(path, d, f"{name}.weight", config.zero_centred_norms)
 
     order = np.arange(2 * d) if names.hidden_first else np.roll(np.arange(2 * d), d)
     projection = reordered(f"{names.projection}.weight", (d, 2 * d), (d, 2 * d), 1, order)
     own = (
-        norm("hidden_norm", names.hidden_norm),
-        norm("token_norm", names.token_norm),
+        own_norm("hidden_norm", names.hidden_norm),
+        own_norm("token_norm", names.token_norm),
         Leaf(("input_proj",), (d, 2 * d), ("mtp_out", None), (projection,)),
-        norm("final_norm", names.final_norm),
+        own_norm("final_norm", names.final_norm),
     )
     inner = tuple(_on_head_devices(leaf, names.layer) for leaf in layer_leaves(config, kind))
     return own + inside("layer", inner)

@@ -12,7 +12,7 @@ from mtp_jax.errors import InvalidValueError
 from mtp_jax.models.block import DecoderLayer, LayerKind, layer_caches, layer_leaves
 from mtp_jax.models.layers import CacheRows
 from mtp_jax.models.leaves import Leaf, Shape, abstract, structure
-from mtp_jax.models.mtp import DEEPSEEK, MIMO, MTPModule, MTPNames, mtp_leaves
+from mtp_jax.models.mtp import DEEPSEEK, MIMO, QWEN, MTPModule, MTPNames, mtp_leaves
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -32,6 +32,7 @@ _DEEPSEEK = Family(
     lambda config: f"model.layers.{config.num_hidden_layers}.",
     ("embed_tokens.weight", "shared_head.head.weight"),
 )
+_QWEN = Family(QWEN, lambda config: "mtp.")
 FAMILIES: dict[str, Family] = {
     "llama": _MIMO,
     "qwen2": _MIMO,
@@ -40,6 +41,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": _DEEPSEEK,
     "glm4_moe": _DEEPSEEK,
     "glm_moe_dsa": _DEEPSEEK,
+    "qwen3_next": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
 }
 
 
@@ -55,13 +59,17 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 def mtp_kind(config: ModelConfig) -> LayerKind:
-    """The kind of the MTP module's layer: as the last of the trunk, with an indexer of its own."""
+    """The kind of the MTP module's layer: as the trunk's, with attention and with an indexer of its own."""
     last = _kind(config, config.num_hidden_layers - 1)
+    if config.latent is None:
+        return dataclasses.replace(last, attention="grouped")
     return last if config.indexer is None else dataclasses.replace(last, attention="indexed")
 
 
 def _kind(config: ModelConfig, layer: int) -> LayerKind:
     ffn = "experts" if config.experts is not None and config.experts.sparse[layer] else "dense"
+    if config.delta is not None and config.delta.layers[layer]:
+        return LayerKind("delta", ffn)
     if config.latent is None:
         return LayerKind("grouped", ffn)
     indexed = config.indexer is not None and config.indexer.owners[layer]

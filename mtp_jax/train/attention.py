@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from mtp_jax.errors import UnsupportedHereError
+from mtp_jax.models.delta import DeltaInputs, DeltaWeights
+from mtp_jax.models.delta_net import DeltaHeads
 from mtp_jax.models.layers import Cache, CacheRows, split_qkv
 from mtp_jax.train.products import product
 
@@ -51,6 +53,16 @@ class _GroupedOnly:
     ) -> tuple[jax.Array, jax.Array]:
         """See `Attend`."""
         raise UnsupportedHereError("training of models with an indexer is not supported yet")
+
+    def recurrent(
+        self,
+        inputs: DeltaInputs,
+        weights: DeltaWeights,
+        heads: DeltaHeads,
+        cache: Cache,
+    ) -> tuple[jax.Array, Cache]:
+        """See `Attend`."""
+        raise UnsupportedHereError("training of models with recurrent layers is not supported yet")
 
 
 @dataclasses.dataclass(frozen=True)

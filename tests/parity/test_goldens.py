@@ -114,6 +114,7 @@ def tiny_checkpoint(name: str) -> WeightSource:
 # try (a norm's eps of 1e-5 for 1e-6) gives 4e-4.
 FAMILY_TOLERANCE = 2e-4
 FAMILIES = ("tiny_deepseek_v3", "tiny_deepseek_v32", "tiny_glm_moe_dsa", "tiny_glm4_moe")
+FAMILIES += ("tiny_qwen3_next", "tiny_qwen3_5", "tiny_qwen3_5_moe")
 LOGITS = [("tiny_qwen2", 1), ("tiny_llama3", 2), ("tiny_mimo", 2)]
 LOGITS += [(name, stages) for stages in (1, 2) for name in FAMILIES]
 DRAFTS = [("tiny_mimo", 1), ("tiny_mimo", 2), *((name, 1) for name in FAMILIES), ("tiny_glm_moe_dsa", 2)]

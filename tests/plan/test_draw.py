@@ -27,7 +27,7 @@ PUBLISHED = {
 GOLDEN = Path(__file__).parents[1] / "golden"
 OF_FAMILIES = {
     name: config_from_directory(GOLDEN / name)
-    for name in ("tiny_deepseek_v3", "tiny_glm_moe_dsa", "tiny_glm4_moe", "tiny_qwen2")
+    for name in ("tiny_deepseek_v3", "tiny_glm_moe_dsa", "tiny_glm4_moe", "tiny_qwen2", "tiny_qwen3_next")
 }
 
 
@@ -82,6 +82,7 @@ def test_predicts_every_byte(name: str, mesh: tuple[int, int, int]) -> None:
     beside = dataclasses.replace(state, caches=(), mtp_cache=None)
     assert _bytes_by_device(beside) == {parts.flights}
     assert (parts.indexer_page > 0) == (model.indexer is not None)
+    assert (parts.recurrent > 0) == (model.delta is not None)
 
 
 @pytest.mark.parametrize(
