@@ -32,6 +32,7 @@ from mtp_jax.loading import (
     resolve_model,
     resolve_mtp_head,
 )
+from mtp_jax.models.block import joint_kind
 from mtp_jax.models.leaves import Read
 from mtp_jax.models.registry import check_supported, layer_kinds, layer_sizes
 from mtp_jax.progress import Report
@@ -166,7 +167,7 @@ def draw_layout(
     """
 
     def cut(counts: tuple[int, ...] | None) -> StagePlan:
-        return plan_stages(config.stages, layer_kinds(model), layer_sizes(model), counts)
+        return plan_stages(config.stages, layer_kinds(model), layer_sizes(model), counts, joint_kind)
 
     plan = _checked("--stages", config.stages, lambda: cut(None))
     if config.stage_layers is not None:

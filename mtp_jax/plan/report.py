@@ -60,8 +60,9 @@ def _stages(plan: Plan) -> str:
         lines.append(f"{number:<7}{span:<9}{stage.weights / GIB:>13.2f}{empty}   {kinds}")
     stage_plan, wasted = plan.layout.plan, sum(stage.empty_weights for stage in plan.stages())
     shards = plan.config.data * plan.config.tensor
+    mixed = f", {len(stage_plan.mixed)} of two kinds" if stage_plan.mixed else ""
     lines.append(
-        f"{stage_plan.num_slots} layer slots a stage; empty ones take {wasted * shards / GIB:.2f} GiB of all "
+        f"{stage_plan.num_slots} layer slots a stage{mixed}; empty ones take {wasted * shards / GIB:.2f} GiB of all "
         f"devices, {stage_plan.overhead:.1%} on top of the trunk"
     )
     return "\n".join(lines)
@@ -163,6 +164,7 @@ def _values(plan: Plan) -> dict[str, object]:
             for stage in plan.stages()
         ],
         "slots": [kinds[plan.layout.plan.any_layer(slot)] for slot in range(plan.layout.plan.num_slots)],
+        "mixed_slots": list(plan.layout.plan.mixed),
         "overhead": plan.layout.plan.overhead,
         "bytes": {
             "trunk": parts.trunk,

@@ -15,7 +15,7 @@ from mtp_jax.engine.head import Head
 from mtp_jax.loading import WeightSource, resolve_model
 from mtp_jax.request import RequestOutput
 from tests.oracle.prompts import PROMPTS
-from tests.parity.rig import Job, greedy, make_engine, renew, run_jobs, state_of, tokens_of
+from tests.parity.rig import Job, Value, blueprint, greedy, make_engine, renew, run_jobs, state_of, tokens_of
 from tests.parity.tap import Tap, tapped
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -122,10 +122,21 @@ DRAFTS = [("tiny_mimo", 1), ("tiny_mimo", 2), *((name, 1) for name in FAMILIES),
 
 @pytest.mark.parametrize(("name", "stages"), LOGITS)
 def test_tiny_logits(name: str, stages: int) -> None:
+    check_tiny_logits(name, stages=stages)
+
+
+def test_tiny_logits_with_a_mixed_slot() -> None:
+    """A layer with an indexer shares its slot with a layer of another stage that has none."""
+    plan = blueprint(tiny_checkpoint("tiny_glm_moe_dsa"), stages=2, stage_layers=(4, 1)).program.layout.plan
+    assert plan.num_slots == 4 and len(plan.mixed) == 1
+    check_tiny_logits("tiny_glm_moe_dsa", stages=2, stage_layers=(4, 1))
+
+
+def check_tiny_logits(name: str, stages: int, **layout: Value) -> None:
     """Prefilled in chunks, then again one by one through the decode rows."""
     stored = golden(name)
     ids = stored["ids"]
-    sizes = {"stages": stages, "num_speculative_tokens": 0, "max_num_seqs": 4, "num_pages": 64}
+    sizes = {"stages": stages, "num_speculative_tokens": 0, "max_num_seqs": 4, "num_pages": 64} | layout
     with forced(ids, 0), tapped() as tap:
         engine = make_engine(tiny_checkpoint(name), **sizes)
         jobs = {

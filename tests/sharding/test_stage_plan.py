@@ -42,7 +42,10 @@ def test_empty_slots() -> None:
 
 def test_describe() -> None:
     assert StagePlan.of(((0, 1), (2, 3))).describe() == "layers 0-1 | 2-3"
-    assert StagePlan.of(((0, 1, 2), (3, 4))).describe() == "layers 0-2 | 3-4 (empty slots add 20.0% to the trunk)"
+    assert (
+        StagePlan.of(((0, 1, 2), (3, 4))).describe()
+        == "layers 0-2 | 3-4 (empty slots add 20.0% to the trunk)"
+    )
 
 
 @pytest.mark.parametrize("stages", [0, 6])
@@ -56,6 +59,34 @@ def test_overhead_is_weighed_by_size() -> None:
     plan = StagePlan.of(((0, 1), (2,)), "abb", (1.0, 10.0, 10.0))
     assert plan.slots == ((0, None), (1, 2))
     assert plan.overhead == pytest.approx(1 / 21)
+
+
+def _upper(one: str, two: str) -> str | None:
+    """`A` can hold what `a` needs, and so on."""
+    return one if one == two else one.upper() if one.upper() == two.upper() else None
+
+
+def test_mixed_slots() -> None:
+    """A slot of the larger kind holds both, and as few slots as possible are mixed."""
+    apart = StagePlan.of(((0, 1, 2), (3, 4, 5)), "aaAaAa")
+    assert apart.num_slots == 4 and not apart.mixed
+    plan = StagePlan.of(((0, 1, 2), (3, 4, 5)), "aaAaAa", join=_upper)
+    assert plan.slots == ((0, 3), (1, 4), (2, 5))
+    assert plan.mixed == (1, 2)
+    assert ["aaAaAa"[plan.any_layer(slot)] for slot in range(3)] == ["a", "A", "A"]
+
+
+def test_mixed_slots_are_chosen_where_they_save_memory() -> None:
+    kinds = "aaA" * 5  # a period of 3 over 4 stages
+    plan = plan_stages(4, kinds, join=_upper)
+    assert plan.overhead < plan_stages(4, kinds).overhead
+    assert plan_stages(5, kinds, join=_upper).mixed == (), "the cuts fall on periods"
+    for stage, layers in enumerate(plan.layers):
+        held = [plan.layer_at(slot, stage) for slot in range(plan.num_slots)]
+        assert [layer for layer in held if layer is not None] == list(layers)
+    for slot in range(plan.num_slots):
+        held = {kinds[layer] for layer in plan.slots[slot] if layer is not None}
+        assert kinds[plan.any_layer(slot)] == min(held), "upper case comes first"
 
 
 def test_given_layers() -> None:
