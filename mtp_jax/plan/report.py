@@ -62,8 +62,8 @@ def _stages(plan: Plan) -> str:
     shards = plan.config.data * plan.config.tensor
     mixed = f", {len(stage_plan.mixed)} of two kinds" if stage_plan.mixed else ""
     lines.append(
-        f"{stage_plan.num_slots} layer slots a stage{mixed}; empty ones take {wasted * shards / GIB:.2f} GiB of all "
-        f"devices, {stage_plan.overhead:.1%} on top of the trunk"
+        f"{stage_plan.num_slots} layer slots a stage{mixed}; empty ones take {wasted * shards / GIB:.2f} GiB of "
+        f"all devices, {stage_plan.overhead:.1%} on top of the trunk"
     )
     return "\n".join(lines)
 
