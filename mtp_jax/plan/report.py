@@ -61,10 +61,9 @@ def _stages(plan: Plan) -> str:
     stage_plan, wasted = plan.layout.plan, sum(stage.empty_weights for stage in plan.stages())
     shards = plan.config.data * plan.config.tensor
     mixed = f", {len(stage_plan.mixed)} of two kinds" if stage_plan.mixed else ""
-    lines.append(
-        f"{stage_plan.num_slots} layer slots a stage{mixed}; empty ones take {wasted * shards / GIB:.2f} GiB of "
-        f"all devices, {stage_plan.overhead:.1%} on top of the trunk"
-    )
+    slots = f"{stage_plan.num_slots} layer slots a stage{mixed}"
+    taken = f"{wasted * shards / GIB:.2f} GiB of all devices, {stage_plan.overhead:.1%} on top of the trunk"
+    lines.append(f"{slots}; empty ones take {taken}")
     return "\n".join(lines)
 
 
