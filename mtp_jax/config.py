@@ -137,6 +137,7 @@ class EngineConfig:
     table_growth: int = 4  # factor from one bucket to the next: 2 wastes less attention, compiles more
     static_sampling: bool = False  # executables by kind of sampling: conditionals are slow on GPUs
     enable_prefix_caching: bool = True
+    logprobs_mode: Literal["raw", "processed"] = "raw"  # of the model, or what was sampled from
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self):
@@ -156,6 +157,7 @@ class EngineConfig:
         choices = {
             "table_growth": (2, 4),
             "draft_sampling": ("greedy", "probabilistic"),
+            "logprobs_mode": ("raw", "processed"),
             "dtype": ("float32", "bfloat16", "float16"),
         }
         for name, legal in choices.items():

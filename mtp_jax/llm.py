@@ -22,7 +22,14 @@ from mtp_jax.engine.prepare import default_compile_cache, prepare_jax
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import InvalidRequestError, InvalidValueError
 from mtp_jax.progress import PhaseBars
-from mtp_jax.request import EngineRequest, RequestOutput, SamplingParams, SpeculationStats, expand_request
+from mtp_jax.request import (
+    EngineRequest,
+    RequestOutput,
+    SamplingParams,
+    SpeculationStats,
+    TokenLogprobs,
+    expand_request,
+)
 from mtp_jax.text.tokenizer import Tokenizer
 
 
@@ -48,6 +55,8 @@ class CompletionOutput:
     finish_reason: str  # a FinishReason: "stop" or "length"
     stop_reason: int | str | None  # the stop token or stop string that ended it
     acceptance: SpeculationStats  # what speculation did for it
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids, where SamplingParams.logprobs asks for them
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens but the first, likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,4 +304,6 @@ def _join(index: int, outputs: list[RequestOutput]) -> CompletionOutput:
         finish_reason=last.finish_reason.value,
         stop_reason=last.stop_reason,
         acceptance=last.speculation or SpeculationStats(),
+        logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+        prompt_logprobs=tuple(entry for output in outputs for entry in output.prompt_logprobs),
     )

@@ -3,9 +3,12 @@
 import dataclasses
 import enum
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mtp_jax.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20  # alternatives that can be reported of a token
+MAX_CHOICES_OF_A_PROMPT = 64
 
 
 class FinishReason(enum.StrEnum):
@@ -33,19 +36,44 @@ class SamplingParams:
     n: int = 1  # completions of the same prompt
     num_speculative_tokens: int | None = None  # drafts a round for this request; None is the server's K
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False  # keep the stop string, or the stop token's text
+    min_p: float = 0.0  # least probability of a token, as a share of the most likely one's
+    min_tokens: int = 0  # completion tokens before which nothing stops but max_tokens
+    presence_penalty: float = 0.0  # taken off the logit of each token that the completion has
+    frequency_penalty: float = 0.0  # the same, as often as it has it
+    repetition_penalty: float = 1.0  # logits of tokens in prompt or completion shrink by this factor
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # token id, added to its logit
+    allowed_token_ids: tuple[int, ...] | None = None  # no others are sampled
+    bad_words: tuple[str, ...] = ()  # texts whose tokens never follow each other
+    logprobs: int | None = None  # report each token's log-probability, and of so many alternatives
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     def __post_init__(self):
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        self._normalise()
+        for name, ok, legal in (*self._basic_checks(), *self._shaping_checks()):
+            if not ok:
+                raise InvalidRequestError(name, getattr(self, name), legal)
+
+    def _normalise(self) -> None:
+        """Texts become lists of one, lists tuples, a mapping pairs: equal parameters compare equal."""
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        checks = (
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        bias = self.logit_bias
+        pairs = bias.items() if isinstance(bias, Mapping) else bias
+        object.__setattr__(self, "logit_bias", tuple(sorted(pairs)))
+
+    def _basic_checks(self) -> Iterable[tuple[str, bool, str]]:
+        return (
             ("temperature", 0 <= self.temperature <= 100, "a number from 0 to 100"),
             ("top_p", 0 < self.top_p <= 1, "a number above 0 and up to 1"),
             ("top_k", -1 <= self.top_k < 2**31, "-1 or 0 (off) or a positive 32-bit integer"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "an integer of at least 1"),
-            ("n", 1 <= self.n <= 64, "1 to 64"),
+            ("n", 1 <= self.n <= MAX_CHOICES_OF_A_PROMPT, f"1 to {MAX_CHOICES_OF_A_PROMPT}"),
             ("stop", all(self.stop), "non-empty strings"),
             ("stop_token_ids", all(0 <= t < 2**31 for t in self.stop_token_ids), "token ids"),
             (
@@ -54,9 +82,61 @@ class SamplingParams:
                 "an integer of at least 0",
             ),
         )
-        for name, ok, legal in checks:
-            if not ok:
-                raise InvalidRequestError(name, getattr(self, name), legal)
+
+    def _shaping_checks(self) -> Iterable[tuple[str, bool, str]]:
+        most, penalty = self.max_tokens, "a number from -2 to 2"
+        reports = f"0 to {MAX_LOGPROBS}"
+        allowed = self.allowed_token_ids
+        return (
+            ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
+            (
+                "min_tokens",
+                self.min_tokens >= 0 and (most is None or self.min_tokens <= most),
+                "an integer from 0 to max_tokens",
+            ),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, penalty),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, penalty),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "a number above 0 and up to 100"),
+            (
+                "logit_bias",
+                all(
+                    0 <= token < 2**31 and -100 <= bias <= 100
+                    for token, bias in dict(self.logit_bias).items()
+                ),
+                "token ids with numbers from -100 to 100",
+            ),
+            (
+                "allowed_token_ids",
+                allowed is None or (len(allowed) > 0 and all(0 <= t < 2**31 for t in allowed)),
+                "null or at least one token id",
+            ),
+            ("bad_words", all(word.strip() for word in self.bad_words), "strings that are not blank"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, reports),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                reports,
+            ),
+        )
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether it asks for more than temperature, top-k and top-p."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
+        masks = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens
+        return any(penalties) or bool(masks) or (self.min_p > 0 and self.temperature > 0)
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raises InvalidRequestError for a token id that the model does not have."""
+        ids = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": tuple(dict(self.logit_bias)),
+            "allowed_token_ids": self.allowed_token_ids or (),
+        }
+        for name, tokens in ids.items():
+            wrong = [token for token in tokens if token >= vocab_size]
+            if wrong:
+                raise InvalidRequestError(name, f"token id {wrong[0]}", f"0 to {vocab_size - 1}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +147,7 @@ class EngineRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int = 0  # resolved: params.seed, or drawn by the front end
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens; the engine fills them in
     shares_prompt_with: str | None = None  # request whose prompt pages to wait for and reuse
 
 
@@ -106,6 +187,7 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     acceptance_histogram: tuple[int, ...] = ()
+    per_round_accepted: tuple[int, ...] = ()  # drafts accepted by each of these rounds, in order
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -115,6 +197,20 @@ class SpeculationStats:
     @property
     def acceptance_rate(self) -> float:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """One token's log-probability, and those of the likeliest tokens at its place, the best first.
+
+    The natural logarithm, of the model's own distribution or of the one that was sampled from
+    (`EngineConfig.logprobs_mode`).
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple["TokenLogprobs", ...] = ()  # as many as were asked for
+    data: bytes = b""  # what the token contributes to the text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,3 +233,6 @@ class RequestOutput:
     # Half-open ranges of `text`, in order and apart, whose characters came from accepted drafts; a
     # character belongs to the token that completed it.
     accepted_spans: tuple[tuple[int, int], ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids, one each, where the request asks for them
+    # Of the prompt's tokens but the first, on the first increment, where the request asks for them.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

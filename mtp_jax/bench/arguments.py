@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.request import SamplingParams
-from mtp_jax.server.arguments import Parser, ServeOptions, add_flags, any_text, flag_of, number, resolve
+from mtp_jax.server.arguments import Parser, ServeOptions, add_flags, flag_of, resolve
+from mtp_jax.server.readers import any_text, number
 
 ENDPOINTS = ("completions", "chat")
 KEY_VARIABLE = "OPENAI_API_KEY"

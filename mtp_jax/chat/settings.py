@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from mtp_jax.errors import InvalidRequestError, InvalidValueError
 from mtp_jax.request import SamplingParams
-from mtp_jax.server.arguments import Parser, ServeOptions, add_flags, any_text, flag_of, number, resolve
+from mtp_jax.server.arguments import Parser, ServeOptions, add_flags, flag_of, resolve
+from mtp_jax.server.readers import any_text, number
 
 COLOR = ("auto", "always", "never")
 DEFAULTS = SamplingParams(temperature=0.7, max_tokens=None)

@@ -19,16 +19,39 @@ class Sampling(enum.IntEnum):
     NOISE = 1  # temperature; spread over the head's devices
     WHOLE = 2  # top-k, top-p and rejection sampling, which need whole rows of the vocabulary
     ANY = 3  # whatever the rows at hand need, by a conditional on the device
+    SHAPED = 4  # and penalties, bias and masks; compiled when somebody asks for them
+
+
+class Report(enum.IntEnum):
+    """Which log-probabilities a step reports. Compiled when somebody asks for them."""
+
+    NOTHING = 0
+    TOKENS = 1  # those of emitted tokens
+    PROMPTS = 2  # and of the tokens in prompt chunks
 
 
 def sampling_of(slots: Iterable[SlotView], *, probabilistic: bool) -> Sampling:
     """What live slots ask for; `probabilistic`: drafts are sampled."""
     need = Sampling.GREEDY
     for slot in slots:
-        if slot.generation and slot.temperature > 0:
-            if probabilistic or slot.top_k > 0 or slot.top_p < 1:
-                return Sampling.WHOLE
-            need = Sampling.NOISE
+        if not slot.generation:
+            continue
+        if slot.shaping is not None:
+            return Sampling.SHAPED
+        if slot.temperature > 0:
+            whole = probabilistic or slot.top_k > 0 or slot.top_p < 1
+            need = max(need, Sampling.WHOLE if whole else Sampling.NOISE)
+    return need
+
+
+def report_of(slots: Iterable[SlotView], *, has_lane: bool) -> Report:
+    """What live slots ask for."""
+    need = Report.NOTHING
+    for slot in slots:
+        if slot.generation and has_lane and slot.prompt_logprobs is not None:
+            return Report.PROMPTS
+        if slot.generation and slot.logprobs is not None:
+            need = Report.TOKENS
     return need
 
 
@@ -42,18 +65,25 @@ class Bucket:
     chunk: int  # C: tokens of the prefill lane; 0 without one
     drafts: int = 0  # drafts a round that are made and verified, at most the engine's K
     sampling: Sampling = Sampling.ANY
+    report: Report = Report.NOTHING
 
     @property
     def name(self) -> str:
         """Short and unique: the name of its entry point in compile logs and profiles."""
         sizes = f"r{self.rounds}_b{self.rows}_w{self.width}_c{self.chunk}_k{self.drafts}"
-        return f"step_{sizes}_{self.sampling.name.lower()}"
+        report = f"_{self.report.name.lower()}" if self.report else ""
+        return f"step_{sizes}_{self.sampling.name.lower()}{report}"
 
 
-def bucket_of(plan: DispatchPlan, drafts: int = 0, sampling: Sampling = Sampling.ANY) -> Bucket:
-    """The bucket that a plan asks for, with these many drafts and this kind of sampling."""
+def bucket_of(
+    plan: DispatchPlan,
+    drafts: int = 0,
+    sampling: Sampling = Sampling.ANY,
+    report: Report = Report.NOTHING,
+) -> Bucket:
+    """The bucket that a plan asks for, with these many drafts, this kind of sampling and this report."""
     chunk = plan.chunk_size if plan.has_lane else 0
-    return Bucket(plan.rounds, plan.num_rows, plan.width, chunk, drafts, sampling)
+    return Bucket(plan.rounds, plan.num_rows, plan.width, chunk, drafts, sampling, report)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +108,7 @@ class BucketTable:
             chunks=power_of_two_buckets(min(16, config.prefill_chunk), config.prefill_chunk, factor=4),
             rounds=power_of_two_buckets(1, config.max_rounds),
             drafts=config.initial_drafts,
-            samplings=tuple(Sampling) if config.static_sampling else (Sampling.ANY,),
+            samplings=tuple(Sampling)[: Sampling.ANY + 1] if config.static_sampling else (Sampling.ANY,),
         )
 
     def first(self) -> list[Bucket]:
@@ -95,6 +125,15 @@ class BucketTable:
         rounds = self.rounds if size else (1, self.rounds[-1])
         plain = [Bucket(r, rows, width, 0, self.drafts) for r in rounds]
         return [*plain, Bucket(1, rows, width, chunk, self.drafts)]
+
+    def special(self, sampling: Sampling, report: Report, *, smallest: bool) -> list[Bucket]:
+        """What a request of these kinds needs, with a lane for its prompt and without for what follows."""
+        buckets = self.first() if smallest else list(dict.fromkeys(self._of_each_kind(-1)))
+        kinds = []
+        for bucket in buckets:
+            of_bucket = report if bucket.chunk else min(report, Report.TOKENS)
+            kinds.append(dataclasses.replace(bucket, sampling=sampling, report=of_bucket))
+        return kinds
 
     def wider(self, bucket: Bucket) -> Bucket | None:
         """The bucket that follows when contexts outgrow this one; None for the widest."""

@@ -13,12 +13,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig, ModelConfig
-from mtp_jax.engine.buckets import Bucket, BucketTable
+from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
 from mtp_jax.engine.memory import MemoryPlan, check_memory, device_memory_bytes, plan_memory
 from mtp_jax.engine.plan_arrays import PlanArrays, PlanWriter
-from mtp_jax.engine.state import EngineState, init_state, state_shapes, state_specs
+from mtp_jax.engine.shaping_slots import ShapingSlots
+from mtp_jax.engine.shaping_state import shaping_shapes, shaping_specs
+from mtp_jax.engine.state import EngineState, init_state, state_shapes, state_specs, with_shaping
 from mtp_jax.engine.step import Program, dividing_sizes
 from mtp_jax.engine.trees import spec_of, stand_in
 from mtp_jax.engine.weights import WeightLayout, Weights
@@ -93,6 +95,12 @@ class Blueprint:
         path = _model_path(self.options)
         return path.stem if path.suffix == ".gguf" else path.name
 
+    def _whole_axes(self) -> list[str]:
+        """A line on what is not split though the mesh would allow it, because it does not divide."""
+        placement, sizes = self.program.layout.placement, dividing_sizes(self.model)
+        names = [f"{name} ({sizes[name]})" for name in sizes if name in placement.replicated]
+        return [f"replicated   {', '.join(names)}: not a multiple of the devices"] if names else []
+
     def describe(self) -> str:
         """Model, mesh and memory, a few lines for people."""
         config, mesh = self.config, self.program.layout.placement.mesh
@@ -111,6 +119,7 @@ class Blueprint:
             f"mesh         stage {config.stages} x data {config.data} x tensor {config.tensor} "
             f"on {mesh.devices.size} x {device.device_kind} ({jax.default_backend()}), {config.dtype}",
             f"stages       {self.program.layout.plan.describe()}",
+            *self._whole_axes(),
             f"speculation  {speculation}",
             f"requests     {config.max_num_seqs} at a time, {config.max_model_len} tokens each at most",
             f"memory       {self.memory.describe()}",
@@ -180,8 +189,8 @@ def draw_layout(
 
 def check_layout(config: EngineConfig) -> None:
     """Raises UnsupportedHereError where this build cannot run on such a mesh."""
-    if config.data > 1 or config.tensor > 1:
-        raise UnsupportedHereError("--data and --tensor above 1 are not supported yet; use --stages")
+    if config.data > 1:
+        raise UnsupportedHereError("--data above 1 is not supported yet; use --stages and --tensor")
 
 
 def build_engine(options: EngineOptions, report: Report = lambda phase, done, total: None) -> Engine:
@@ -235,6 +244,7 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
         executables=executables,
         buckets=table,
         writer=PlanWriter(config, layout.placement),
+        shaping=ShapingSlots(config.max_num_seqs, layout.padded_vocab, layout.placement),
         weights=weights,
         state=state,
     )
@@ -252,11 +262,17 @@ def _shapes_of(
 
     weights = jax.tree.map(placed, layout.shapes(), layout.specs())
     state = jax.tree.map(placed, shapes, specs)
+    shaping = jax.tree.map(
+        placed,
+        shaping_shapes(program.config.max_num_seqs, layout.padded_vocab),
+        shaping_specs(layout.placement),
+    )
 
     def of_bucket(bucket: Bucket) -> tuple[Weights, EngineState, PlanArrays]:
         idle = idle_plan(bucket, program.config)
         plan = PlanWriter(program.config, layout.placement).write(idle, bucket)
-        return weights, state, jax.tree.map(lambda x: placed(x, stand_in(P())), plan)
+        plan = jax.tree.map(lambda x: placed(x, stand_in(P())), plan)
+        return weights, with_shaping(state, shaping) if bucket.sampling is Sampling.SHAPED else state, plan
 
     return of_bucket
 

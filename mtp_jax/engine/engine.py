@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -11,20 +12,36 @@ import numpy as np
 
 from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.adaptive import DraftChooser
-from mtp_jax.engine.buckets import Bucket, BucketTable, bucket_of, sampling_of
+from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling, bucket_of, report_of, sampling_of
 from mtp_jax.engine.executables import Compiled, Executables
+from mtp_jax.engine.on_demand import OnDemand
 from mtp_jax.engine.outputs import Completion
-from mtp_jax.engine.plan_arrays import PlanArrays, PlanWriter, read_results
-from mtp_jax.engine.state import EngineState
+from mtp_jax.engine.plan_arrays import (
+    PlanArrays,
+    PlanWriter,
+    PromptResult,
+    read_prompt_results,
+    read_results,
+)
+from mtp_jax.engine.shaping_slots import (
+    Installation,
+    ShapingSlots,
+    bad_word_tokens,
+    check_something_is_left,
+)
+from mtp_jax.engine.state import EngineState, with_shaping
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.engine.step import StepOutput
 from mtp_jax.engine.weights import Weights
-from mtp_jax.request import EngineRequest, RequestOutput
+from mtp_jax.errors import InvalidRequestError
+from mtp_jax.request import EngineRequest, FinishReason, RequestOutput
 from mtp_jax.scheduler.plan import DispatchPlan, TokenUpdate
 from mtp_jax.scheduler.scheduler import Scheduler
 from mtp_jax.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+HELD_SECONDS = 0.005  # between two looks for an executable that everybody waits for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +73,7 @@ class Engine:
         executables: Executables,
         buckets: BucketTable,
         writer: PlanWriter,
+        shaping: ShapingSlots,
         weights: Weights,
         state: EngineState,
     ):
@@ -68,6 +86,7 @@ class Engine:
         self.executables, self._buckets = executables, buckets
         self._scheduler, self._writer = scheduler, writer
         self._weights, self._state = weights, state
+        self._shaping, self._on_demand = shaping, OnDemand(executables, buckets)
         # A thread of its own: a launch on a GPU is 1,500 kernels and 2 ms of a host that has more to do.
         self._launcher = ThreadPoolExecutor(1, "mtp-jax-launch")
         self._unread: collections.deque[Launched] = collections.deque()
@@ -81,20 +100,50 @@ class Engine:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises InvalidRequestError for one that can never be served."""
-        self._scheduler.add(request)
+        request = self._checked(request)
+        if request.request_id in self._completions:
+            legal = "an id that no unfinished request has"
+            raise InvalidRequestError("request_id", request.request_id, legal)
+        self._scheduler.check(request)
+        if not self._on_demand.must_wait(request, busy=self._scheduler.has_unfinished):
+            self._scheduler.add(request)
         self._completions[request.request_id] = Completion(request, self.tokenizer, time.monotonic())
+
+    def _checked(self, request: EngineRequest) -> EngineRequest:
+        """The request with its bad words as tokens."""
+        params, size = request.params, self.model_config.vocab_size
+        params.check_token_ids(size)
+        bad_words = bad_word_tokens(params, self.tokenizer)
+        stop = (*params.stop_token_ids, *(() if params.ignore_eos else self.model_config.eos_token_ids))
+        check_something_is_left(params, bad_words, stop, size)
+        return dataclasses.replace(request, bad_word_ids=bad_words) if bad_words else request
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once, without an output; False where it is not known (any more)."""
         self._completions.pop(request_id, None)
-        return self._scheduler.finish(request_id)
+        held = self._on_demand.forget(request_id)
+        return self._scheduler.finish(request_id) or held
 
     def has_work(self) -> bool:
         """True while a request is unfinished or a dispatch is unread."""
-        return self._scheduler.has_unfinished or bool(self._unread)
+        return self._scheduler.has_unfinished or bool(self._unread) or self._on_demand.num_held > 0
+
+    def _admit_held(self) -> list[RequestOutput]:
+        """Hands requests whose executables have come to the scheduler; ends those that cannot have any."""
+        if not self._on_demand.num_held:
+            return []
+        for request in self._on_demand.release(busy=self._scheduler.has_unfinished):
+            self._scheduler.add(request)
+        failed = self._on_demand.take_failed()
+        for request in failed:
+            del self._completions[request.request_id]
+        if not (self._scheduler.has_unfinished or self._unread):
+            time.sleep(HELD_SECONDS)  # nothing else to do than wait for a compiler
+        return [RequestOutput(request.request_id, finish_reason=FinishReason.ABORT) for request in failed]
 
     def step(self) -> list[RequestOutput]:
         """Launches the next dispatch, then reads the one before: the host works while the device does."""
+        outputs = self._admit_held()
         began = time.perf_counter()
         plan = self._scheduler.schedule()
         for request_id in self._scheduler.take_admitted():
@@ -102,7 +151,6 @@ class Engine:
         if plan is not None:
             self._unread.append(self._launch(plan))
         self._counts.host_seconds += time.perf_counter() - began
-        outputs = []
         # More than one is left to read after a Ctrl-C in here.
         while len(self._unread) > (plan is not None):
             outputs += self._collect()
@@ -115,18 +163,26 @@ class Engine:
         exact = self._bucket(plan)
         bucket, step = self.executables.find(exact)
         self._look_ahead(plan, exact)
-        output = self._launcher.submit(self._run, step, self._writer.write(plan, bucket))
+        arrays, pending = self._writer.write(plan, bucket), self._shaping.pending(plan.slots)
+        output = self._launcher.submit(self._run, step, arrays, bucket, pending)
         alike = bool(self._unread) and self._unread[-1].bucket == bucket == exact and not bucket.chunk
         times = alike and not self.executables.is_compiling
         ticks = plan.rounds * self.config.stages
         return Launched(plan, output, bucket, ticks, times, self.executables.num_compiled)
 
-    def _run(self, step: Compiled, plan: PlanArrays) -> StepOutput:
+    def _run(
+        self, step: Compiled, plan: PlanArrays, bucket: Bucket, pending: Sequence[Installation]
+    ) -> StepOutput:
         """Hands a step to the device; only the launcher's thread touches the state."""
         if self._broken is not None:  # say what was first, not that the state is gone
             raise self._broken
         try:
-            self._state, output = step(self._weights, self._state, plan)
+            if bucket.sampling is not Sampling.SHAPED:
+                self._state, output = step(self._weights, self._state, plan)
+                return output
+            self._shaping.install(pending)
+            state, output = step(self._weights, with_shaping(self._state, self._shaping.state), plan)
+            self._shaping.state, self._state = state.slots.shaping, with_shaping(state, None)
         except BaseException as error:
             self._broken = error
             raise
@@ -149,7 +205,11 @@ class Engine:
     def _bucket_with(self, plan: DispatchPlan, drafts: int) -> Bucket:
         probabilistic = drafts > 0 and self.config.draft_sampling == "probabilistic"
         need = sampling_of(plan.slots, probabilistic=probabilistic)
-        return bucket_of(plan, drafts, min(kind for kind in self._buckets.samplings if kind >= need))
+        report = report_of(plan.slots, has_lane=plan.has_lane)
+        if report and self.config.logprobs_mode == "processed":
+            need = max(need, Sampling.WHOLE)
+        kinds = (*self._buckets.samplings, Sampling.SHAPED)
+        return bucket_of(plan, drafts, min(kind for kind in kinds if kind >= need), report)
 
     def _look_ahead(self, plan: DispatchPlan, bucket: Bucket) -> None:
         """Has the next wider bucket compiled once a context fills half of this one."""
@@ -165,7 +225,10 @@ class Engine:
         self._unread.popleft()
         began = time.perf_counter()
         self._time(launched, began)
-        results = read_results(np.asarray(output.results))
+        packed, slots = np.asarray(output.results), launched.plan.slots
+        for result in read_prompt_results(packed, launched.bucket, slots):
+            self._note_prompt(result)
+        results = read_results(packed, launched.bucket, slots)
         updates = self._scheduler.update(launched.plan, results)
         self._counts.dispatched(launched, int(output.useful))
         outputs = [output for update in updates if (output := self._deliver(update)) is not None]
@@ -184,6 +247,12 @@ class Engine:
         for choice in self._chooser.take_decided():
             log.info("speculation: %s", choice.describe())
 
+    def _note_prompt(self, result: PromptResult) -> None:
+        request_id = self._scheduler.request_in(result.slot, result.generation)
+        completion = self._completions.get(request_id) if request_id is not None else None
+        if completion is not None:
+            completion.note_prompt(result.position, result.logprobs)
+
     def _deliver(self, update: TokenUpdate) -> RequestOutput | None:
         self._counts.delivered(update)
         if self._chooser is not None and update.num_drafts:
@@ -194,6 +263,7 @@ class Engine:
         output = completion.push(update, self._scheduler.num_cached_tokens(update.request_id))
         if output.finish_reason is not None:
             del self._completions[update.request_id]
+            self._on_demand.forget(update.request_id)
             if update.finish_reason is None:  # a stop string, which only the host sees
                 self._scheduler.finish(update.request_id)
         return output
@@ -203,7 +273,7 @@ class Engine:
         scheduler, counts = self._scheduler, self._counts
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + self._on_demand.num_held,
             kv_cache_usage=scheduler.pages_used / scheduler.pages_total,
             prefix_cache_queries=scheduler.prefix_queries,
             prefix_cache_hits=scheduler.prefix_hits,

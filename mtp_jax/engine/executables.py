@@ -29,13 +29,13 @@ def fits(small: Bucket, large: Bucket) -> bool:
     """Whether an executable of `large` can run a plan of `small`: alike, and no size is smaller."""
     same = small.rounds == large.rounds and (small.chunk > 0) == (large.chunk > 0)
     same &= small.drafts == large.drafts
-    sizes = ("rows", "width", "chunk", "sampling")
+    sizes = ("rows", "width", "chunk", "sampling", "report")
     return same and all(getattr(small, size) <= getattr(large, size) for size in sizes)
 
 
 def cost(bucket: Bucket) -> tuple[int, ...]:
     """Orders buckets by the work that one tick of them is."""
-    return (bucket.chunk, bucket.rows * bucket.width, bucket.rows, bucket.sampling)
+    return (bucket.chunk, bucket.rows * bucket.width, bucket.rows, bucket.sampling, bucket.report)
 
 
 class Executables:
@@ -118,7 +118,7 @@ class Executables:
 
     def expect(self, buckets: Sequence[Bucket]) -> None:
         """Has buckets compiled next; `find` waits for one of them rather than have others compiled."""
-        self._coming = list(buckets)
+        self._coming += [bucket for bucket in buckets if bucket not in self._coming]
         for bucket in buckets:
             self.want(bucket)
 

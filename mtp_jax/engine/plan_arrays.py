@@ -10,8 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig
-from mtp_jax.engine.buckets import Bucket, Sampling
+from mtp_jax.engine.buckets import Bucket, Report, Sampling
+from mtp_jax.engine.logprobs import PROMPT_ROW, unpack, unpack_all
 from mtp_jax.engine.sampling import RowSampling
+from mtp_jax.request import TokenLogprobs
 from mtp_jax.scheduler.plan import DEVICE_STOP_TOKENS, DispatchPlan, RowResult, SlotView
 from sharding.placement import Placement
 
@@ -167,9 +169,44 @@ class PlanWriter:
         return {name: ints[i] for i, name in enumerate(names)} | {"tokens": tokens}
 
 
-def read_results(packed: np.ndarray) -> list[RowResult]:
-    """Results of a dispatch, [ticks, rows, RESULT_FIELDS + T], as rows in tick order; empty ones left out."""
-    return [
-        RowResult(slot, generation, tuple(tokens[:count]), num_drafts, accepted)
-        for slot, generation, count, num_drafts, accepted, *tokens in packed[packed[:, :, 2] > 0].tolist()
-    ]
+def read_results(packed: np.ndarray, bucket: Bucket, slots: Sequence[SlotView] = ()) -> list[RowResult]:
+    """Results of a dispatch, [ticks, rows, fields], as rows in tick order; empty ones left out.
+
+    Args:
+      packed: RESULT_FIELDS, then the bucket's k + 1 tokens, then their reports where it has them.
+      slots: those of the plan, which say who wants log-probabilities.
+    """
+    first, results = RESULT_FIELDS + bucket.drafts + 1, []
+    for row in packed[packed[:, :, 2] > 0]:
+        slot, generation, count, num_drafts, accepted, *tokens = row[:first].tolist()
+        emitted, wanted, logprobs = tuple(tokens[:count]), None, ()
+        if bucket.report and slots[slot].generation == generation:
+            wanted = slots[slot].logprobs
+        if wanted is not None:
+            logprobs = unpack_all(emitted, row[first:], wanted)
+        results.append(RowResult(slot, generation, emitted, num_drafts, accepted, logprobs))
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptResult:
+    """The log-probability of one token of a prompt, the `position`-th from 0."""
+
+    slot: int
+    generation: int
+    position: int
+    logprobs: TokenLogprobs
+
+
+def read_prompt_results(packed: np.ndarray, bucket: Bucket, slots: Sequence[SlotView]) -> list[PromptResult]:
+    """Those of a dispatch that somebody wants, in tick order; arguments as for `read_results`."""
+    if bucket.report is not Report.PROMPTS:
+        return []
+    results = []
+    for row in packed[packed[:, :, 2] == PROMPT_ROW]:
+        slot, generation, _, position, token = row[:RESULT_FIELDS].tolist()
+        view = slots[slot]
+        if view.generation == generation and view.prompt_logprobs is not None:
+            entry = unpack(token, row[RESULT_FIELDS:], view.prompt_logprobs)
+            results.append(PromptResult(slot, generation, position, entry))
+    return results

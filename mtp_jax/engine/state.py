@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig
 from mtp_jax.engine.paged import sink_pages
+from mtp_jax.engine.shaping_state import ShapingState
 from mtp_jax.engine.trees import stand_in
 from mtp_jax.engine.weights import WeightLayout
 from mtp_jax.models.layers import Cache, CacheRows
@@ -39,6 +40,7 @@ class Slots:
     draft_logits: (
         jax.Array | None
     )  # U K Vd float32  log q up to a constant, split along Vd; None: one-hot drafts
+    shaping: ShapingState | None = None  # there only in steps that shape logits
 
 
 @jax.tree_util.register_dataclass
@@ -87,6 +89,11 @@ class EngineState:
     lane_rows: Carry  # the same for the prefill lane, Z C ...
     caches: tuple[Cache, ...]  # per layer slot, each array Z P page ...
     mtp_cache: Cache | None  # each array P page ...; None where K = 0
+
+
+def with_shaping(state: EngineState, shaping: ShapingState | None) -> EngineState:
+    """The state (or its specs or shapes) of a step that shapes logits; None takes it out again."""
+    return dataclasses.replace(state, slots=dataclasses.replace(state.slots, shaping=shaping))
 
 
 def _keeps_logits(config: EngineConfig) -> bool:

@@ -10,12 +10,13 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig, ModelConfig
-from mtp_jax.engine.buckets import Bucket
+from mtp_jax.engine.buckets import Bucket, Sampling
 from mtp_jax.engine.draft import MTP
 from mtp_jax.engine.head import Head
 from mtp_jax.engine.plan_arrays import PlanArrays
 from mtp_jax.engine.ring import Ring, RunLayer
-from mtp_jax.engine.state import Carry, EngineState, state_specs
+from mtp_jax.engine.shaping_state import shaping_specs
+from mtp_jax.engine.state import Carry, EngineState, state_specs, with_shaping
 from mtp_jax.engine.trees import stand_in
 from mtp_jax.engine.vocabulary import Vocabulary
 from mtp_jax.engine.weights import WeightLayout, Weights
@@ -53,6 +54,8 @@ class Program:
         """
         layout, mesh = self.layout, self.layout.placement.mesh
         states = state_specs(layout, self.config)
+        if bucket.sampling is Sampling.SHAPED:
+            states = with_shaping(states, shaping_specs(layout.placement))
         in_specs = (layout.specs(), states, P())
         out_specs = (states, StepOutput(stand_in(P()), stand_in(P())))
 

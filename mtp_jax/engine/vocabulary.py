@@ -55,6 +55,12 @@ class Vocabulary:
         found = self.embedding[jnp.clip(local, 0, rows - 1)]
         return jax.lax.psum(jnp.where(mine[:, None], found, jnp.zeros((), found.dtype)), HEAD_AXES)
 
+    def local_index(self, tokens: jax.Array) -> jax.Array:
+        """Where tokens are among this device's rows; past the end for those that are elsewhere, or absent."""
+        rows = self.embedding.shape[0]
+        local = tokens - self._first_row
+        return jnp.where((tokens >= 0) & (local >= 0) & (local < rows), local, rows)
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """This device's logits [M, V / devices], fp32, of post-norm hidden [M, D]; padding ids are -inf."""
         logits = linear(hidden, self.lm_head, jnp.dtype(jnp.float32))

@@ -15,8 +15,9 @@ from mtp_jax.plan.devices import DEVICES
 from mtp_jax.plan.draw import draw_plan
 from mtp_jax.plan.report import as_json, table
 from mtp_jax.plan.search import nearest
-from mtp_jax.server.arguments import Parser, add_flags, fail, make_parser, number, read_file, resolve
+from mtp_jax.server.arguments import Parser, add_flags, fail, make_parser, read_file, resolve
 from mtp_jax.server.backend import engine_options
+from mtp_jax.server.readers import number
 
 _NOT_HERE = ("model", "served_model_name", "mtp_head", "compile_cache")
 

@@ -9,6 +9,8 @@ may lie in the next dispatch.
 
 import dataclasses
 
+from mtp_jax.request import SamplingParams, TokenLogprobs
+
 DEVICE_STOP_TOKENS = 8  # stop tokens of a slot that the device watches for; the host checks them all
 
 
@@ -29,6 +31,17 @@ class Chunk:
         return self.next_token < 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Shaping:
+    """What changes a request's logits before temperature, as of its entry into a slot."""
+
+    params: SamplingParams
+    num_prompt_tokens: int
+    token_ids: tuple[int, ...]  # prompt, and, after a preemption, what was emitted before it
+    stop_token_ids: tuple[int, ...]  # all of them, end-of-sequence included
+    bad_word_ids: tuple[tuple[int, ...], ...]
+
+
 @dataclasses.dataclass
 class SlotView:
     """One request slot as the device should see it during a dispatch.
@@ -46,6 +59,9 @@ class SlotView:
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence and stop tokens that the device watches for
+    shaping: Shaping | None = None  # None: the model's logits as they are
+    logprobs: int | None = None  # alternatives to report of each token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # the same for the prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +91,7 @@ class RowResult:
     token_ids: tuple[int, ...]  # 1 to K + 1 of them
     num_drafts: int  # drafts that were verified for them; 0 for the first token after a prompt
     num_accepted: int  # of these, accepted (before any cut)
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids, one each, where asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,3 +105,4 @@ class TokenUpdate:
     is_first: bool  # the first token after the prompt (or after a preemption's recompute)
     finish_reason: str | None = None  # a FinishReason value
     stop_token: int | None = None  # the stop token that ended it, the last of token_ids
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids, one each, where asked for

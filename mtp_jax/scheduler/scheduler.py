@@ -99,6 +99,14 @@ class Scheduler:
         sequence = self._sequences.get(request_id)
         return sequence.num_cached_tokens if sequence else self._cached_of_finished[request_id]
 
+    def check(self, request: EngineRequest) -> None:
+        """Raises what `add` would raise."""
+        if request.request_id in self._sequences:
+            raise InvalidRequestError(
+                "request_id", request.request_id, "an id that no unfinished request has"
+            )
+        make_sequence(request, self.config, self._eos_token_ids, self._arrivals)
+
     def add(self, request: EngineRequest) -> None:
         """Queues a request.
 
@@ -106,14 +114,16 @@ class Scheduler:
           InvalidRequestError: it can never run: an empty or too long prompt, more tokens than the context
             or the page pool holds, more drafts than the server makes, or an id that is in use.
         """
-        if request.request_id in self._sequences:
-            raise InvalidRequestError(
-                "request_id", request.request_id, "an id that no unfinished request has"
-            )
+        self.check(request)
         sequence = make_sequence(request, self.config, self._eos_token_ids, self._arrivals)
         self._arrivals += 1
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
+
+    def request_in(self, slot: int, generation: int) -> str | None:
+        """The request that holds a slot under this generation, if it still does."""
+        sequence = self._running.get(slot)
+        return sequence.request_id if sequence is not None and sequence.generation == generation else None
 
     def finish(self, request_id: str) -> bool:
         """Ends a request whatever it is doing; its slot and pages are free for the next plan.
@@ -200,6 +210,7 @@ class Scheduler:
             is_first=is_first,
             finish_reason=reason,
             stop_token=token_ids[-1] if reason == "stop" else None,
+            logprobs=result.logprobs[: len(token_ids)],
         )
 
     def _register(self, sequence: Sequence) -> None:
@@ -281,7 +292,8 @@ class Scheduler:
         if self._awaits_shared_prompt(sequence):
             return False
         tokens = sequence.tokens
-        matched = self._pool.match(tokens)
+        # Log-probabilities of a prompt come from computing it.
+        matched = self._pool.match(tokens) if sequence.request.params.prompt_logprobs is None else []
         # The first token, and one round with the drafts after it.
         total = min(len(tokens) + 2 * self.config.num_speculative_tokens + 2, sequence.max_total)
         missing = self._pool.pages_for(total) - len(matched)
@@ -315,6 +327,8 @@ class Scheduler:
         """Whether the request whose prompt pages this one reuses has yet to compute them."""
         other = self._sequences.get(sequence.request.shares_prompt_with or "")
         if other is None or not self.config.enable_prefix_caching:
+            return False
+        if sequence.request.params.prompt_logprobs is not None:  # it computes its prompt itself
             return False
         # Only one that is ahead is waited for: the head of the queue must never wait for its tail.
         return other.arrival < sequence.arrival and other.num_computed < other.num_prompt_tokens

@@ -6,7 +6,7 @@ from mtp_jax.config import EngineConfig
 from mtp_jax.errors import InvalidRequestError
 from mtp_jax.request import EngineRequest, FinishReason
 from mtp_jax.scheduler.pages import ROOT
-from mtp_jax.scheduler.plan import DEVICE_STOP_TOKENS, SlotView
+from mtp_jax.scheduler.plan import DEVICE_STOP_TOKENS, Shaping, SlotView
 
 NEAR_GREEDY = 1e-5  # temperatures below it only overflow; their distribution is the greedy one
 
@@ -66,6 +66,19 @@ class Sequence:
             top_p=params.top_p,
             seed=self.request.seed,
             stop_token_ids=self.stop_token_ids[:DEVICE_STOP_TOKENS],
+            shaping=self._shaping() if params.shapes_logits else None,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        )
+
+    def _shaping(self) -> Shaping:
+        request = self.request
+        return Shaping(
+            request.params,
+            self.num_prompt_tokens,
+            tuple(self.tokens),
+            self.stop_token_ids,
+            request.bad_word_ids,
         )
 
     def enter_slot(

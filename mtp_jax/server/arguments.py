@@ -10,16 +10,17 @@ chooses by model and device, help says so (`CHOSEN`). Three layers, the later wi
 import argparse
 import dataclasses
 import difflib
-import math
 import sys
 import tomllib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig
 from mtp_jax.engine.prepare import default_compile_cache
 from mtp_jax.errors import InvalidValueError
+from mtp_jax.server.more_flags import ANSWER_FLAGS, LIMIT_FLAGS
+from mtp_jax.server.readers import Flag, any_text, drafts, layer_counts, number, origins
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -42,7 +43,18 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000  # 0 takes a free one
     api_key: str | None = None
+    allowed_origins: tuple[str, ...] = ()  # of browsers' pages that may call; "*" is any
     max_body_mib: float = 8.0
+    max_header_kib: float = 32.0
+    max_json_depth: int = 64
+    max_queued_requests: int = 1024  # completions that wait for a slot
+    request_timeout: float = 0.0  # seconds; 0 is none
+    client_timeout: float = 60.0  # seconds
+    chat_template: str | None = None  # file; None: the model's own
+    reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"
+    per_request_spec_decode_metrics: str = "none"
+    otlp_traces_endpoint: str | None = None  # URL of a collector; None makes no traces
     drain_timeout: float = 30.0  # seconds
     watchdog_timeout: float = 300.0  # seconds
     log_level: str = "info"
@@ -67,54 +79,8 @@ def flag_of(field: str) -> str:
     return {"enable_prefix_caching": "--no-prefix-caching"}.get(field, "--" + field.replace("_", "-"))
 
 
-def number(
-    kind: type[int] | type[float], low: float, high: float | None = None
-) -> Callable[[str], int | float]:
-    """Reads a number from `low` to `high` off a command line; for `type=` of a flag."""
-    word = "an integer" if kind is int else "a finite number"
-    legal = f"{word} of at least {low}" if high is None else f"{word} from {low} to {high}"
-
-    def parse(text: str) -> int | float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value < math.inf or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}")
-        return value
-
-    return parse
-
-
-def any_text(text: str) -> str:
-    """Any text but none: an empty variable in a script must not become an empty API key or address."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected a text that is not empty")
-    return text
-
-
-def drafts(text: str) -> int | float | str:
-    """Reads a number of drafts, or `auto`."""
-    try:
-        return AUTO if text == AUTO else number(int, 0)(text)
-    except argparse.ArgumentTypeError:
-        legal = f"{AUTO!r} or an integer of at least 0"
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}") from None
-
-
-def layer_counts(text: str) -> tuple[int, ...]:
-    """Reads the layers of each stage, such as `16,15,15,15`."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        legal = "integers with commas between them, such as 16,15,15,15"
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}") from None
-
-
 _INTEGER = number(int, 0)  # EngineConfig knows the ranges
-# Group -> flag field -> (help, how to read it, choices).
-_Flag = tuple[str, Callable[[str], object], tuple[str, ...] | None]
-FLAGS: dict[str, dict[str, _Flag]] = {
+FLAGS: dict[str, dict[str, Flag]] = {
     "model": {
         "model": ("Hugging Face directory or GGUF file; without it, the default model", any_text, None),
         "served_model_name": ("name that clients ask for ('default' always works)", any_text, None),
@@ -147,6 +113,11 @@ FLAGS: dict[str, dict[str, _Flag]] = {
         ),
         "num_speculative_tokens": ("drafts a round: 0 to 8, or auto", drafts, None),
         "draft_sampling": ("how drafts are chosen when sampling", any_text, ("greedy", "probabilistic")),
+        "logprobs_mode": (
+            "log-probabilities of the model, or of what is sampled from",
+            any_text,
+            ("raw", "processed"),
+        ),
         "prefill_chunk": ("prompt tokens in a tick at most", _INTEGER, None),
         "max_rounds": ("rounds of the ring in a dispatch at most: 1, 2, 4 or 8", _INTEGER, None),
         "compile_cache": ("folder for compiled programs, or 'off'", any_text, None),
@@ -154,13 +125,19 @@ FLAGS: dict[str, dict[str, _Flag]] = {
     "server": {
         "host": ("address to listen on", any_text, None),
         "port": ("port to listen on; 0 takes a free one", number(int, 0, 65535), None),
+        "allowed_origins": (
+            "origins of web pages that may call the server, with commas between; * is any",
+            origins,
+            None,
+        ),
         "api_key": ("key that clients must send; /health, /ready and /metrics stay open", any_text, None),
-        "max_body_mib": ("largest request body, in MiB", number(float, 0.001), None),
         "drain_timeout": ("seconds that running requests get to finish on SIGTERM", number(float, 0), None),
         "watchdog_timeout": ("seconds after which a single step counts as hung", number(float, 1), None),
         "log_level": ("least severity that is logged", any_text, ("debug", "info", "warning", "error")),
         "log_format": ("text or one JSON object a line", any_text, ("text", "json")),
     },
+    "answers": ANSWER_FLAGS,
+    "limits": LIMIT_FLAGS,
 }
 _ENGINE_FIELDS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
 # Fields whose values `engine.build` chooses unless they are given -> what help says of their defaults.
@@ -209,7 +186,7 @@ def add_flags(parser: Parser, titles: Sequence[str], without: Container[str] = (
             if field in without:
                 continue
             default = CHOSEN.get(field, defaults[field])
-            shown = text if default is None else f"{text} (default: {default})"
+            shown = text if default in (None, ()) else f"{text} (default: {default})"
             group.add_argument(
                 flag_of(field),
                 dest=field,
@@ -313,9 +290,9 @@ def _file_value(action: argparse.Action, value: object, where: str) -> object:
         raise InvalidValueError(where, value, "one text or number")
     if action.choices is not None and value not in action.choices:
         raise InvalidValueError(where, value, " or ".join(map(str, action.choices)))
-    if action.type is any_text and not isinstance(value, str):
+    if action.type in (any_text, origins) and not isinstance(value, str):
         raise InvalidValueError(where, value, "a text in quotes")
-    if action.type not in (any_text, drafts, layer_counts) and isinstance(value, str):
+    if action.type not in (any_text, drafts, layer_counts, origins) and isinstance(value, str):
         raise InvalidValueError(where, value, "a number without quotes")
     assert callable(action.type)
     try:

@@ -21,10 +21,17 @@ from mtp_jax.errors import EngineDeadError, InvalidRequestError
 from mtp_jax.progress import Report
 from mtp_jax.request import EngineRequest, RequestOutput
 from mtp_jax.server.interface import EngineCore, Observer, Timing
+from mtp_jax.server.refusals import (
+    OverloadedError,
+    RequestTimeoutError,
+    ServerStoppingError,
+    SlowClientError,
+)
 
 log = logging.getLogger(__name__)
 
 # Where each phase of loading starts and ends, in percent of the whole.
+MAX_UNREAD = 4096  # outputs of a request that its client has not fetched; then it is ended
 PHASES = {"reading": (0.0, 25.0), "placing": (25.0, 35.0), "compiling": (35.0, 100.0)}
 
 
@@ -33,10 +40,6 @@ class State(enum.Enum):
     READY = "ready"
     STOPPED = "stopped"  # closed as asked
     DEAD = "dead"  # see `failure`
-
-
-class ServerStoppingError(RuntimeError):
-    """The server is draining: the request was not admitted, or was cut short when the time was over."""
 
 
 @dataclasses.dataclass
@@ -62,9 +65,14 @@ class Submission:
         self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         self._unread = set(self._index)  # requests whose last output has not been read
         self.unfinished = set(self._index)  # requests that the engine still works on
+        self.timeout: asyncio.TimerHandle | None = None
 
     def put(self, item: RequestOutput | Exception) -> None:
         self._queue.put_nowait(item)
+
+    @property
+    def reads_too_slowly(self) -> bool:
+        return self._queue.qsize() > MAX_UNREAD * len(self.requests)
 
     def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         return self
@@ -81,6 +89,8 @@ class Submission:
 
     def close(self) -> None:
         """Aborts what is unfinished. To be called always, on the event loop."""
+        if self.timeout is not None:
+            self.timeout.cancel()
         self._owner.abort(tuple(self.unfinished))
 
 
@@ -92,6 +102,8 @@ class AsyncEngine:
       observer: the metrics.
       on_progress: shows progress to a person; called in the engine's thread.
       watchdog_seconds: a single step that takes longer counts as a hang (`healthy` is False).
+      max_queued: completions that may wait besides those that have a slot.
+      request_seconds: what takes longer than this after it was submitted is ended; 0 is no limit.
     """
 
     def __init__(
@@ -100,7 +112,10 @@ class AsyncEngine:
         observer: Observer | None = None,
         on_progress: Report | None = None,
         watchdog_seconds: float = 300.0,
+        max_queued: int = 1024,
+        request_seconds: float = 0.0,
     ):
+        self._max_queued, self._request_seconds = max_queued, request_seconds
         self._build, self._observer, self._on_progress = build, observer, on_progress
         self._watchdog_seconds = watchdog_seconds
         self._commands: collections.deque[_Admit | _Abort] = collections.deque()
@@ -141,11 +156,17 @@ class AsyncEngine:
         hung = started is not None and time.monotonic() - started > self._watchdog_seconds
         return self.state is not State.DEAD and not hung
 
+    @property
+    def capacity(self) -> int:
+        """Completions that may be live: those with a slot and those that wait."""
+        return self.engine.config.max_num_seqs + self._max_queued
+
     async def submit(self, requests: Sequence[EngineRequest]) -> Submission:
         """Admits all of `requests` or none. The caller must close() what it gets.
 
         Raises:
-          InvalidRequestError: the engine can never serve one of them.
+          InvalidRequestError: the engine can never serve one of them, or never so many.
+          OverloadedError: too many requests wait.
           ServerStoppingError: the server drains; another one may answer.
           EngineDeadError: the engine is not running.
         """
@@ -153,6 +174,11 @@ class AsyncEngine:
             raise ServerStoppingError("the server is shutting down")
         if self.state is not State.READY:
             raise EngineDeadError(f"the engine is {self.state.value}")
+        if len(requests) > self.capacity:
+            legal = f"at most {self.capacity} completions a call"
+            raise InvalidRequestError("n", f"{len(requests)} completions", legal)
+        if len(self._live) + len(requests) > self.capacity:
+            raise OverloadedError(f"{len(self._live)} completions run or wait")
         submission = Submission(self, requests)
         accepted: asyncio.Future[None] = self._loop.create_future()
         self._live.update(dict.fromkeys(submission.timings, submission))
@@ -169,7 +195,18 @@ class AsyncEngine:
             raise
         finally:
             self._admitting.discard(accepted)
+        if self._request_seconds:
+            submission.timeout = self._loop.call_later(self._request_seconds, self._expire, submission)
         return submission
+
+    def _expire(self, submission: Submission) -> None:
+        if submission.unfinished:
+            self._cut(submission, RequestTimeoutError(f"not finished within {self._request_seconds:g} s"))
+
+    def _cut(self, submission: Submission, error: Exception) -> None:
+        """Ends what is left of a submission; its reader gets what came before, and then the error."""
+        self.abort(tuple(submission.unfinished))
+        submission.put(error)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests; unknown and finished ones are left alone."""
@@ -195,10 +232,9 @@ class AsyncEngine:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
-            cut = set(self._live.values())
-            self.abort(tuple(self._live))
-            for submission in cut:
-                submission.put(ServerStoppingError("the server is shutting down and its drain time is over"))
+            for submission in set(self._live.values()):
+                text = "the server is shutting down and its drain time is over"
+                self._cut(submission, ServerStoppingError(text))
             return False
         return True
 
@@ -237,6 +273,8 @@ class AsyncEngine:
             submission.put(output)
             if output.finish_reason is not None:
                 self._forget((output.request_id,))
+            elif submission.reads_too_slowly:
+                self._cut(submission, SlowClientError("the client reads its answer too slowly"))
 
     def _became_ready(self) -> None:
         if self._observer is not None:

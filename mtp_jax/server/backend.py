@@ -9,6 +9,7 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.prepare import CACHE_OFF, CacheCounter, prepare_jax
 from mtp_jax.progress import Report
 from mtp_jax.server.arguments import ServeOptions
+from mtp_jax.server.more_flags import LIMIT_FLAGS
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class EngineBackend:
             "compile_cache",
             "drain_timeout",
             "watchdog_timeout",
-            "max_body_mib",
+            *LIMIT_FLAGS,
             "log_level",
             "log_format",
         )

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's API words them: {"error": {"message", "type", "param", "code"}}; or Anthropic's."""
 
 import http
 import json
@@ -11,10 +11,24 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mtp_jax.errors import EngineDeadError, InvalidValueError
-from mtp_jax.server.async_engine import ServerStoppingError
+from mtp_jax.server.refusals import (
+    OverloadedError,
+    RequestTimeoutError,
+    ServerStoppingError,
+    SlowClientError,
+)
 
 RETRY_SECONDS = 5  # what Retry-After suggests while loading or draining
 
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 # Names that pydantic puts into the location of an error for the branch of a union; no field of ours.
 _TYPE_NAMES = {"str", "int", "float", "bool", "none", "dict", "list"}
 
@@ -39,17 +53,34 @@ class ApiError(Exception):
             kind = "server_error"
         elif self.status == 404 and self.code == "model_not_found":
             kind = "not_found_error"
+        elif self.status == 429:
+            kind = "rate_limit_error"
         else:
             kind = "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    @property
+    def anthropic_body(self) -> dict[str, object]:
+        """The same in Anthropic's shape."""
+        kind = _ANTHROPIC_TYPES.get(
+            self.status, "api_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> Response:
+        """The HTTP response; `path` of the request decides whose API words it."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
         # ASCII, because the message may quote half a surrogate pair that UTF-8 cannot carry.
-        return Response(json.dumps(self.body), self.status, self.headers, "application/json")
+        return Response(json.dumps(body), self.status, self.headers, "application/json")
 
 
 def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_SECONDS)})
+
+
+def overloaded(reason: str) -> ApiError:
+    headers = {"Retry-After": str(RETRY_SECONDS)}
+    return ApiError(429, f"the server is busy: {reason}; try again later", None, "server_overloaded", headers)
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -63,6 +94,12 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(503, str(error), code="engine_dead")
         case ServerStoppingError():
             return unavailable(str(error), "server_stopping")
+        case OverloadedError():
+            return overloaded(str(error))
+        case RequestTimeoutError():
+            return ApiError(408, str(error), code="request_timeout")
+        case SlowClientError():
+            return ApiError(408, str(error), code="client_too_slow")
         case _:
             return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
@@ -118,18 +155,21 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _validation(request: Request, error: RequestValidationError) -> Response:
-        return _from_validation(error, request).response()
+        return _from_validation(error, request).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
         detail = str(error.detail)
         if detail == http.HTTPStatus(error.status_code).phrase:  # Starlette's own 404 and 405
             detail = f"{request.method} {request.url.path}: {detail}"
-        code = "body_too_large" if error.status_code == 413 else None  # the gate's own
-        return ApiError(error.status_code, detail, code=code, headers=dict(error.headers or {})).response()
+        # The gate's own, and what a subclass says.
+        codes = {413: "body_too_large", 408: "request_timeout"}
+        code = getattr(error, "code", codes.get(error.status_code))
+        answer = ApiError(error.status_code, detail, code=code, headers=dict(error.headers or {}))
+        return answer.response(request.url.path)
 
     async def _known(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.url.path)
 
-    for kind in (ApiError, InvalidValueError, EngineDeadError, ServerStoppingError):
+    for kind in (ApiError, InvalidValueError, EngineDeadError, ServerStoppingError, OverloadedError):
         app.add_exception_handler(kind, _known)

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import uvicorn
@@ -20,14 +21,18 @@ import uvicorn
 from mtp_jax import __version__
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError
 from mtp_jax.progress import Report
-from mtp_jax.server.app import create_app
+from mtp_jax.server.app import allow_origins, create_app
 from mtp_jax.server.arguments import ServeOptions, fail, parse_options
 from mtp_jax.server.async_engine import AsyncEngine, State
+from mtp_jax.server.connection import patient_protocol
 from mtp_jax.server.interface import EngineCore
 from mtp_jax.server.logs import Progress, configure_logging, curl_line
 from mtp_jax.server.metrics import ServerMetrics, describe_load
 from mtp_jax.server.middleware import GateOptions
 from mtp_jax.server.signals import exit_on_signals
+from mtp_jax.server.traces import Observers, TraceObserver, otlp_provider
+from mtp_jax.server.turns import ParserOptions
+from mtp_jax.text.chat import check_template
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +74,9 @@ def main(
             print(source.describe(options))
             return 0
         listener = bind_listener(options.host, options.port)
+        process = ServerProcess(options, source, listener, prog)
     except (InvalidValueError, UnsupportedHereError) as error:
         return fail(prog, error)
-    process = ServerProcess(options, source, listener, prog)
     with asyncio.Runner(loop_factory=process.http.config.get_loop_factory()) as runner:
         code = runner.run(process.run())
     exit_on_signals()  # the loop has put Python's own handlers back
@@ -80,6 +85,25 @@ def main(
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def read_template(path: str) -> str:
+    """The chat template of a file. Raises InvalidValueError where there is none in it."""
+    flag = "--chat-template"
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise InvalidValueError(flag, path, f"a readable file ({reason})") from None
+    check_template(text, f"{flag} {path}")
+    return text
+
+
+def _build(backend: Backend, options: ServeOptions, template: str | None, report: Report) -> EngineCore:
+    engine = backend.build(options, report)
+    if template is not None:
+        engine.tokenizer.use_chat_template(template)
+    return engine
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
@@ -105,20 +129,44 @@ class ServerProcess:
 
     def __init__(self, options: ServeOptions, backend: Backend, listener: socket.socket, prog: str):
         self.options, self.prog = options, prog
+        template = None if options.chat_template is None else read_template(options.chat_template)
         self.listener = listener
         self.metrics = ServerMetrics()
+        endpoint = options.otlp_traces_endpoint
+        providers = [] if endpoint is None else [otlp_provider(endpoint, __version__)]
+        self.traces = [TraceObserver(provider) for provider in providers]
         self.progress = Progress(structured=options.log_format == "json")
         self.engine = AsyncEngine(
-            functools.partial(backend.build, options),
-            observer=self.metrics,
+            functools.partial(_build, backend, options, template),
+            observer=Observers([self.metrics, *self.traces]),
             on_progress=self.progress,
             watchdog_seconds=options.watchdog_timeout,
+            max_queued=options.max_queued_requests,
+            request_seconds=options.request_timeout,
         )
-        gate = GateOptions(options.api_key, int(options.max_body_mib * 2**20))
+        gate = GateOptions(
+            options.api_key,
+            max_body_bytes=int(options.max_body_mib * 2**20),
+            max_header_bytes=int(options.max_header_kib * 2**10),
+            body_seconds=options.client_timeout,
+        )
         identity = f"{options.model} {options.mtp_head} {options.dtype} {options.engine}"
-        app = create_app(self.engine, self.metrics, gate, __version__, identity)
+        self.parsers = parsers = ParserOptions(options.reasoning_parser, options.tool_call_parser)
+        app = create_app(
+            self.engine,
+            self.metrics,
+            gate,
+            __version__,
+            identity,
+            parsers,
+            options.per_request_spec_decode_metrics,
+        )
+        app.state.max_json_depth = options.max_json_depth
+        allow_origins(app, options.allowed_origins)
         config = uvicorn.Config(
             app,
+            http=patient_protocol(options.client_timeout),
+            h11_max_incomplete_event_size=gate.max_header_bytes + 2**12,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -142,6 +190,8 @@ class ServerProcess:
             reporter.cancel()
             self.http.should_exit = True
             await serving
+            for observer in self.traces:
+                await asyncio.to_thread(observer.close)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.stop.is_set():
@@ -195,6 +245,9 @@ class ServerProcess:
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         core = self.engine.engine
         chat = getattr(core.tokenizer, "has_chat_template", True)
+        dialect = self.parsers.resolve(core)
+        thinks = "is told apart" if dialect.reasoning else "is not looked for"
+        log.info("reasoning %s; tool calls: %s", thinks, dialect.tools or "not for this chat template")
         ready = f"ready: {core.model_name} on {address} after {self.progress.seconds:.1f} s"
         curl = curl_line(address, chat, self.options.api_key is not None)
         if self.options.log_format == "json":

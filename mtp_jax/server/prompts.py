@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from mtp_jax.request import EngineRequest, SamplingParams, expand_request
 from mtp_jax.server.errors import ApiError
 from mtp_jax.server.interface import EngineCore
-from mtp_jax.server.protocol import MAX_CHOICES, ChatBody, ChatMessage, CompletionBody
+from mtp_jax.server.messages import ChatMessage
+from mtp_jax.server.protocol import MAX_CHOICES, ChatBody, CompletionBody
+from mtp_jax.server.turns import Dialect, Turn, TurnPlan, plan_turn
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat has none
 _TEMPLATE_NAMES = {"self", "messages", "tools", "add_generation_prompt", "documents"}  # set by the server
@@ -57,16 +59,17 @@ async def render_chat(
     messages: list[ChatMessage],
     add_generation_prompt: bool,
     kwargs: dict[str, object] | None,
+    tools: Sequence[dict[str, object]] | None = None,
 ) -> str:
     """The chat template's text. Raises InvalidRequestError where the template refuses the messages."""
     for name in sorted(_TEMPLATE_NAMES & set(kwargs or ())):
         message = f"chat_template_kwargs: got {name!r}; expected names that the server does not set itself"
         raise ApiError(400, message, "chat_template_kwargs", "invalid_value")
     plain = [message.as_template_message() for message in messages]
-    variables = {"add_generation_prompt": add_generation_prompt} | (kwargs or {})
+    variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | (kwargs or {})
     work = functools.partial(engine.tokenizer.apply_chat_template, plain, **variables)  # pyright: ignore
-    size = sum(_MESSAGE_CHARACTERS + len(message["content"]) for message in plain)
-    return await _off_loop(size, work)
+    size = sum(_MESSAGE_CHARACTERS + message.num_characters for message in messages)
+    return await _off_loop(size + sum(len(str(tool)) for tool in tools or ()), work)
 
 
 def check_token_ids(engine: EngineCore, ids: list[int], param: str) -> None:
@@ -99,10 +102,11 @@ def _check_length(
 
 def _check_params(engine: EngineCore, params: SamplingParams) -> None:
     size = engine.model_config.vocab_size
-    if len(params.stop_token_ids) > size:
-        message = f"stop_token_ids: got {len(params.stop_token_ids)} ids; expected at most {size}"
-        raise ApiError(400, message, "stop_token_ids", "invalid_value")
-    check_token_ids(engine, list(params.stop_token_ids), "stop_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        count = len(getattr(params, name) or ())
+        if count > size:
+            raise ApiError(400, f"{name}: got {count} ids; expected at most {size}", name, "invalid_value")
+    params.check_token_ids(size)
     limit = engine.config.num_speculative_tokens
     if params.num_speculative_tokens is not None and params.num_speculative_tokens > limit:
         message = f"num_speculative_tokens: got {params.num_speculative_tokens}; expected 0 to {limit}"
@@ -134,7 +138,19 @@ async def completion_requests(engine: EngineCore, body: CompletionBody, name: st
     return requests
 
 
-async def chat_requests(engine: EngineCore, body: ChatBody, name: str) -> list[EngineRequest]:
+async def chat_text(engine: EngineCore, body: ChatBody, dialect: Dialect) -> tuple[str, TurnPlan]:
+    """The prompt's text with the assistant's turn begun, and how that turn is read."""
+    plan = plan_turn(dialect, body.tools or (), body.tool_choice, body.parallel_tool_calls)
+    text = await render_chat(
+        engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs, plan.tools
+    )
+    return plan.begin(text)
+
+
+async def chat_requests(
+    engine: EngineCore, body: ChatBody, name: str, dialect: Dialect
+) -> tuple[list[EngineRequest], tuple[Turn, ...]]:
+    """The choices of a chat call, and what reads their text."""
     both = body.max_tokens is not None and body.max_completion_tokens is not None
     if both and body.max_tokens != body.max_completion_tokens:
         message = "max_completion_tokens: expected the same as max_tokens, or only one of them"
@@ -147,7 +163,16 @@ async def chat_requests(engine: EngineCore, body: ChatBody, name: str) -> list[E
         )
     params = body.sampling_params(max_tokens)
     _check_params(engine, params)
-    text = await render_chat(engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+    text, plan = await chat_text(engine, body, dialect)
+    params = _showing_marks(engine, params, plan)
     (ids,) = await encode(engine, [text], False, "messages")  # the template writes special tokens itself
     _check_length(engine, len(ids), max_tokens, "messages", param)
-    return expand_request(name, ids, params)
+    requests = expand_request(name, ids, params)
+    return requests, tuple(plan.turn() for _ in requests)
+
+
+def _showing_marks(engine: EngineCore, params: SamplingParams, plan: TurnPlan) -> SamplingParams:
+    """Parameters under which the parsers get to see their marks, if these are special tokens."""
+    if plan.marks() & engine.tokenizer.special_texts:
+        return dataclasses.replace(params, skip_special_tokens=False)
+    return params

@@ -7,42 +7,29 @@ they may have the value that changes nothing, and any other is refused by name.
 import json
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mtp_jax.request import SamplingParams
+from mtp_jax.request import MAX_CHOICES_OF_A_PROMPT, MAX_LOGPROBS, SamplingParams
+from mtp_jax.server.body import Body, invalid
+from mtp_jax.server.errors import ApiError
+from mtp_jax.server.messages import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 1024  # prompts × n of one call
 
 # Parameter -> the values that change nothing; null always is one.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),  # says nothing as long as there are no tools
     "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
@@ -52,16 +39,12 @@ _CHAT = (
     "function_call",
     "functions",
     "modalities",
-    "parallel_tool_calls",
     "prediction",
     "reasoning_effort",
-    "tool_choice",
-    "tools",
-    "top_logprobs",
     "verbosity",
     "web_search_options",
 )
-_COMPLETION = ("best_of", "echo", "suffix")
+_COMPLETION = ("suffix",)
 _SHARED = tuple(name for name in NEUTRAL if name not in _CHAT + _COMPLETION)
 
 
@@ -79,14 +62,6 @@ def check_neutral(value: object, info: ValidationInfo) -> object:
     words = " or ".join(["null", *(json.dumps(item) for item in legal)])
     text = f"not supported by this release; leave it out or send {words}"
     raise PydanticCustomError("unsupported", "{text}", {"text": text})
-
-
-def _invalid(legal: str) -> PydanticCustomError:
-    return PydanticCustomError("invalid", "{text}", {"text": f"expected {legal}"})
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -117,19 +92,20 @@ class SamplingBody(Body):
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
     num_speculative_tokens: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False  # adds `token_ids` and `prompt_token_ids` to the answer
     include_metrics: bool = False  # adds `metrics.speculative_decoding` to the answer
     # Not implemented; see NEUTRAL.
-    allowed_token_ids: object = None
-    bad_words: object = None
-    frequency_penalty: object = None
     length_penalty: object = None
-    logit_bias: object = None
-    logprobs: object = None
-    min_p: object = None
-    min_tokens: object = None
-    presence_penalty: object = None
-    prompt_logprobs: object = None
-    repetition_penalty: object = None
     response_format: object = None
     service_tier: object = None
     use_beam_search: object = None
@@ -143,17 +119,46 @@ class SamplingBody(Body):
         if items is None:
             return None
         if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
-            raise _invalid("a non-empty string or a list of non-empty strings")
+            raise invalid("a non-empty string or a list of non-empty strings")
         if len(items) > MAX_STOP_STRINGS:
-            raise _invalid(f"at most {MAX_STOP_STRINGS} strings")
+            raise invalid(f"at most {MAX_STOP_STRINGS} strings")
         return items
 
     @field_validator("stream_options")
     @classmethod
     def _stream_options(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if value is not None and not info.data.get("stream"):
-            raise _invalid("null unless stream is true")
+            raise invalid("null unless stream is true")
         return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not (key.isascii() and key.isdecimal() and len(key) < 11):
+                raise invalid(f"token ids as keys, not {key!r}")
+        return value
+
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _prompt_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("stream"):
+            raise invalid("null where stream is true")
+        return value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report of each token; None: no log-probabilities."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
+    def num_choices(self) -> int:
+        """Completions to make of a prompt."""
+        return 1 if self.n is None else self.n
 
     @property
     def include_usage(self) -> bool:
@@ -170,9 +175,20 @@ class SamplingBody(Body):
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
-            n=1 if self.n is None else self.n,
+            n=self.num_choices,
             num_speculative_tokens=self.num_speculative_tokens,
             skip_special_tokens=self.skip_special_tokens,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            min_p=self.min_p or 0.0,
+            min_tokens=self.min_tokens or 0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias={int(key): bias for key, bias in (self.logit_bias or {}).items()},
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words or ()),
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
         )
 
 
@@ -182,49 +198,44 @@ class CompletionBody(SamplingBody):
     prompt: list[str | list[int]]
     max_tokens: int | None = None
     add_special_tokens: bool = True
-    best_of: object = None
-    echo: object = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None  # completions made, of which the n likeliest are answered
     suffix: object = None
 
     _neutral_too = field_validator(*_COMPLETION, mode="plain")(check_neutral)
+
+    @field_validator("best_of")
+    @classmethod
+    def _best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
+        n = info.data.get("n") or 1
+        if value is not None and not n <= value <= MAX_CHOICES_OF_A_PROMPT:
+            raise invalid(f"n (here {n}) to {MAX_CHOICES_OF_A_PROMPT}, not {value}")
+        if value not in (None, n) and info.data.get("stream"):
+            raise invalid("n where stream is true: which completions are best is known at the end")
+        return value
+
+    @property
+    def num_choices(self) -> int:
+        return super().num_choices if self.best_of is None or self.n == 0 else self.best_of
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return 0 if self.logprobs is None and self.num_choices > super().num_choices else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        asked = [
+            count
+            for count in (self.prompt_logprobs, self.logprobs if self.echo else None)
+            if count is not None
+        ]
+        return max(asked, default=None)
 
     @field_validator("prompt", mode="plain")
     @classmethod
     def _prompt(cls, value: object) -> list[str | list[int]]:
         return as_prompts(value)
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    """One message. What OpenAI's client returns for an assistant may be sent back as it is."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Literal[None] | list[None] = None
-    annotations: list[None] | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _content(cls, value: object) -> object:
-        if not isinstance(value, str | list):
-            raise _invalid("a string or a list of text parts")
-        return value
-
-    def as_template_message(self) -> dict[str, str]:
-        """The message for a chat template: plain text; a developer's message is the system's."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.name is not None:
-            message["name"] = self.name
-        return message
 
 
 class ChatBody(SamplingBody):
@@ -235,27 +246,58 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, object] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     audio: object = None
     function_call: object = None
     functions: object = None
     modalities: object = None
-    parallel_tool_calls: object = None
     prediction: object = None
     reasoning_effort: object = None
-    tool_choice: object = None
-    tools: object = None
-    top_logprobs: object = None
     verbosity: object = None
     web_search_options: object = None
 
     _neutral_too = field_validator(*_CHAT, mode="plain")(check_neutral)
 
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise invalid("0 or null unless logprobs is true")
+        if value is not None and not 0 <= value <= MAX_LOGPROBS:
+            raise invalid(f"0 to {MAX_LOGPROBS}, not {value}")
+        return value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @field_validator("tools", mode="after")
+    @classmethod
+    def _tools(cls, value: list[Tool] | None) -> list[Tool] | None:
+        if value is not None and len(value) > MAX_TOOLS:
+            raise invalid(f"at most {MAX_TOOLS} tools")
+        return value
+
     @field_validator("messages", mode="after")
     @classmethod
     def _messages(cls, value: list[ChatMessage]) -> list[ChatMessage]:
         if not value:
-            raise _invalid("at least one message")
+            raise invalid("at least one message")
         return value
+
+
+def chat_body(fields: dict[str, object]) -> ChatBody:
+    """A chat request that another protocol's request comes to. Raises ApiError 400 where it is none."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{where}: {first['msg']}", where, "invalid_value") from None
 
 
 class TokenizeBody(Body):
@@ -293,7 +335,7 @@ def as_prompts(value: object) -> list[str | list[int]]:
     legal = "a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
     prompts: list = [value] if isinstance(value, str) or is_token_ids(value) else value  # type: ignore[assignment]
     if not isinstance(prompts, list) or not prompts:
-        raise _invalid(legal)
+        raise invalid(legal)
     if not (all(isinstance(item, str) for item in prompts) or all(is_token_ids(item) for item in prompts)):
-        raise _invalid(legal)
+        raise invalid(legal)
     return prompts

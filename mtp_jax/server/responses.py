@@ -1,9 +1,13 @@
 """OpenAI's response objects, built as plain dicts: a chunk is made per token, so this is a hot path."""
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterator
 
-from mtp_jax.request import EngineRequest, RequestOutput, SpeculationStats
+from mtp_jax.request import EngineRequest, RequestOutput, SpeculationStats, TokenLogprobs
+from mtp_jax.server.turns import Turn
+from mtp_jax.text.turn.parts import Call, Content, Part, Reasoning
 
 DONE = "data: [DONE]\n\n"
 
@@ -18,7 +22,9 @@ class Choice:
     """One completion as it grows."""
 
     text: str = ""
-    token_count: int = 0
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     speculation: SpeculationStats | None = None
@@ -28,14 +34,16 @@ class Tally:
     """Collects outputs into choices, and counts what is billed: each prompt once, every completion token."""
 
     def __init__(self, requests: tuple[EngineRequest, ...]):
-        self._requests = requests
+        self.requests = requests
         self.choices = [Choice() for _ in requests]
         self._cached = [0] * len(requests)
 
     def add(self, index: int, output: RequestOutput) -> None:
         choice = self.choices[index]
         choice.text += output.text
-        choice.token_count += len(output.token_ids)
+        choice.token_ids += output.token_ids
+        choice.logprobs += output.logprobs
+        choice.prompt_logprobs += output.prompt_logprobs
         self._cached[index] = max(self._cached[index], output.num_cached_tokens)
         if output.finish_reason is not None:
             choice.finish_reason = output.finish_reason.value
@@ -44,14 +52,14 @@ class Tally:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(r.prompt_token_ids) for r in self._requests if r.shares_prompt_with is None)
+        return sum(len(r.prompt_token_ids) for r in self.requests if r.shares_prompt_with is None)
 
     @property
     def completion_tokens(self) -> int:
-        return sum(choice.token_count for choice in self.choices)
+        return sum(len(choice.token_ids) for choice in self.choices)
 
     def usage(self) -> dict:
-        owners = (i for i, r in enumerate(self._requests) if r.shares_prompt_with is None)
+        owners = (i for i, r in enumerate(self.requests) if r.shares_prompt_with is None)
         prompt, completion = self.prompt_tokens, self.completion_tokens
         return {
             "prompt_tokens": prompt,
@@ -70,10 +78,11 @@ class Tally:
             num_draft_tokens=sum(s.num_draft_tokens for s in stats),
             num_accepted_tokens=sum(s.num_accepted_tokens for s in stats),
             acceptance_histogram=tuple(sum(column) for column in zip(*padded, strict=True)),
+            per_round_accepted=tuple(itertools.chain.from_iterable(s.per_round_accepted for s in stats)),
         )
 
-    def metrics(self, num_speculative_tokens: int) -> dict:
-        """vLLM's per-request `metrics` object."""
+    def metrics(self, num_speculative_tokens: int, detailed: bool = False) -> dict:
+        """vLLM's per-request `metrics` object; in detail it has each round, one choice after the other."""
         stats = self.speculation()
         return {
             "speculative_decoding": {
@@ -84,6 +93,7 @@ class Tally:
                 "num_accepted_draft_tokens": stats.num_accepted_tokens,
                 "num_draft_tokens": stats.num_draft_tokens,
                 "num_spec_tokens": num_speculative_tokens,
+                **({"per_step_accepted": list(stats.per_round_accepted)} if detailed else {}),
             }
         }
 
@@ -136,20 +146,25 @@ class CompletionEnvelope(Envelope):
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": stop}
 
 
+@dataclasses.dataclass(frozen=True)
 class ChatEnvelope(Envelope):
-    """Objects of /v1/chat/completions."""
+    """Objects of /v1/chat/completions. A turn for each choice."""
+
+    turns: tuple[Turn, ...] = ()
 
     def full(self, tally: Tally, extra: dict) -> dict:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            for index, choice in enumerate(tally.choices)
-        ]
+        choices = []
+        for index, (choice, turn) in enumerate(zip(tally.choices, self.turns, strict=True)):
+            turn.push(choice.text, is_last=True)
+            choices.append(
+                {
+                    "index": index,
+                    "message": _message(turn),
+                    "logprobs": None,
+                    "finish_reason": turn.finish_reason(choice.finish_reason),
+                    "stop_reason": choice.stop_reason,
+                }
+            )
         return self._wrap("chat.completion", choices, {"usage": tally.usage(), **extra})
 
     def opening(self, count: int, extra: dict) -> list[dict]:
@@ -158,11 +173,14 @@ class ChatEnvelope(Envelope):
         return [self._chunk(index, delta, None, None, extra) for index in range(count)]
 
     def chunks(self, index: int, output: RequestOutput, extra: dict) -> list[dict]:
-        made = []
-        if output.text:
-            made.append(self._chunk(index, {"content": output.text}, None, None, extra))
-        if output.finish_reason is not None:
-            made.append(self._chunk(index, {}, output.finish_reason, output.stop_reason, extra))
+        turn, is_last = self.turns[index], output.finish_reason is not None
+        num_calls = len(turn.calls)
+        parts = turn.push(output.text, is_last)
+        new_calls = iter(range(num_calls, len(turn.calls)))
+        made = [self._chunk(index, _delta(part, turn, new_calls), None, None, extra) for part in parts]
+        if is_last:
+            reason = turn.finish_reason(output.finish_reason)
+            made.append(self._chunk(index, {}, reason, output.stop_reason, extra))
         return made
 
     def closing(self, extra: dict) -> dict:
@@ -175,3 +193,32 @@ class ChatEnvelope(Envelope):
         if finish is not None:
             choice["stop_reason"] = stop
         return self._wrap("chat.completion.chunk", [choice], extra)
+
+
+def tool_call(identity: str, call: Call) -> dict:
+    return {
+        "id": identity,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _message(turn: Turn) -> dict:
+    content = None if turn.calls and not turn.content else turn.content
+    message: dict = {"role": "assistant", "content": content, "refusal": None}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = [tool_call(*item) for item in turn.calls]
+    return message
+
+
+def _delta(part: Part, turn: Turn, new_calls: Iterator[int]) -> dict:
+    match part:
+        case Reasoning():
+            return {"reasoning_content": part.text}
+        case Content():
+            return {"content": part.text}
+        case Call():
+            index = next(new_calls)
+            return {"tool_calls": [{"index": index, **tool_call(*turn.calls[index])}]}

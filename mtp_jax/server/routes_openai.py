@@ -1,116 +1,71 @@
 """POST /v1/completions, POST /v1/chat/completions, GET /v1/models."""
 
-import json
-import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mtp_jax.request import RequestOutput
 from mtp_jax.server.async_engine import AsyncEngine, Submission
-from mtp_jax.server.errors import as_api_error
-from mtp_jax.server.middleware import request_id
+from mtp_jax.server.bodies import BoundedRoute
+from mtp_jax.server.details import Details
+from mtp_jax.server.errors import ApiError
+from mtp_jax.server.exchange import Exchange
+from mtp_jax.server.interface import EngineCore
 from mtp_jax.server.prompts import chat_requests, check_model, completion_requests
 from mtp_jax.server.protocol import ChatBody, CompletionBody, SamplingBody
 from mtp_jax.server.responses import DONE, ChatEnvelope, CompletionEnvelope, Tally, event
-from mtp_jax.server.streaming import EventStream, unless_disconnected
-
-log = logging.getLogger(__name__)
-
-CLIENT_GONE = 499  # nobody reads it; it is for the log
+from mtp_jax.server.turns import ParserOptions, resolved
 
 
-class Exchange:
-    """One call: its submission, what it has produced, and how it is told."""
+class OpenAINarrator:
+    """A call in the words of /v1/completions or /v1/chat/completions."""
 
     def __init__(
         self,
-        engine: AsyncEngine,
-        submission: Submission,
+        core: EngineCore,
         envelope: CompletionEnvelope | ChatEnvelope,
         body: SamplingBody,
+        submission: Submission,
+        spec_metrics: str,
     ):
-        self._submission, self._envelope, self._body = submission, envelope, body
-        self._num_speculative_tokens = engine.engine.config.num_speculative_tokens
-        self._tally = Tally(submission.requests)
-        self._started = time.monotonic()
-        self._log_id = request_id.get()
+        self._spec_metrics = "summary" if spec_metrics == "none" and body.include_metrics else spec_metrics
+        self._envelope, self._body = envelope, body
+        self._num_choices = len(submission.requests)
+        self._num_speculative_tokens = core.config.num_speculative_tokens
+        self._extra = {"usage": None} if body.include_usage else {}
+        self._details = Details(core.tokenizer, body, submission.requests)
 
-    def _metrics(self) -> dict:
-        return (
-            {"metrics": self._tally.metrics(self._num_speculative_tokens)}
-            if self._body.include_metrics
-            else {}
-        )
+    def _metrics(self, tally: Tally) -> dict:
+        if self._spec_metrics == "none":
+            return {}
+        detailed = self._spec_metrics == "detailed"
+        return {"metrics": tally.metrics(self._num_speculative_tokens, detailed)}
 
-    async def collect(self) -> dict:
-        """The whole answer."""
-        async for index, output in self._submission:
-            self._tally.add(index, output)
-        return self._envelope.full(self._tally, self._metrics())
+    def whole(self, tally: Tally) -> dict:
+        return self._details.whole(self._envelope.full(tally, self._metrics(tally)), tally)
 
-    async def events(self) -> AsyncIterator[str]:
-        """The answer as server-sent events; an error on the way becomes the last but one."""
-        envelope = self._envelope
-        extra = {"usage": None} if self._body.include_usage else {}
-        for chunk in envelope.opening(len(self._submission.requests), extra):
-            yield event(chunk)
-        try:
-            async for index, output in self._submission:
-                self._tally.add(index, output)
-                for chunk in envelope.chunks(index, output, extra):
-                    yield event(chunk)
-        except Exception as error:
-            answer = as_api_error(error)
-            if answer.status == 500:
-                log.exception("request %s failed while streaming", self._log_id)
-            yield event(answer.body)
-        else:
-            closing = ({"usage": self._tally.usage()} if self._body.include_usage else {}) | self._metrics()
-            if closing:
-                yield event(envelope.closing(closing))
-        yield DONE
+    def opening(self) -> list[str]:
+        return [event(chunk) for chunk in self._envelope.opening(self._num_choices, self._extra)]
 
-    def close(self) -> None:
-        """Frees what is still running, and logs the call."""
-        unfinished = len(self._submission.unfinished)
-        self._submission.close()
-        seconds = time.monotonic() - self._started
-        firsts = [timing.first for timing in self._submission.timings.values() if timing.first is not None]
-        first = f"{min(firsts) - self._started:.3f} s" if firsts else "none"
-        reasons = ",".join(choice.finish_reason or "abort" for choice in self._tally.choices)
-        stats = self._tally.speculation()
-        acceptance = f", acceptance {stats.acceptance_rate:.1%}" if stats.num_draft_tokens else ""
-        log.info(
-            "request %s: %d prompt + %d completion tokens in %.3f s, first after %s, %s%s%s",
-            self._log_id,
-            self._tally.prompt_tokens,
-            self._tally.completion_tokens,
-            seconds,
-            first,
-            reasons,
-            acceptance,
-            f", {unfinished} aborted" if unfinished else "",
-        )
+    def increment(self, index: int, output: RequestOutput) -> list[str]:
+        chunks = self._envelope.chunks(index, output, self._extra)
+        return [event(chunk) for chunk in self._details.chunks(chunks, index, output)]
+
+    def closing(self, tally: Tally) -> list[str]:
+        extra = ({"usage": tally.usage()} if self._body.include_usage else {}) | self._metrics(tally)
+        return ([event(self._envelope.closing(extra))] if extra else []) + [DONE]
+
+    def failure(self, error: ApiError) -> list[str]:
+        return [event(error.body), DONE]
 
 
-async def _answer(request: Request, exchange: Exchange, stream: bool | None) -> Response:
-    if stream:
-        return EventStream(exchange.events(), exchange.close)
-    try:
-        answer = await unless_disconnected(request.receive, exchange.collect())
-    finally:
-        exchange.close()
-    if answer is None:
-        return Response(status_code=CLIENT_GONE)
-    return Response(json.dumps(answer, ensure_ascii=False), media_type="application/json")
-
-
-def openai_routes(engine: AsyncEngine, fingerprint: str, created: int) -> APIRouter:
+def openai_routes(
+    engine: AsyncEngine, fingerprint: str, created: int, parsers: ParserOptions, spec_metrics: str
+) -> APIRouter:
     """The /v1 routes over `engine`."""
-    router = APIRouter(prefix="/v1")
+    router = APIRouter(prefix="/v1", route_class=BoundedRoute)
 
     @router.post("/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -119,16 +74,19 @@ def openai_routes(engine: AsyncEngine, fingerprint: str, created: int) -> APIRou
         name = f"cmpl-{uuid.uuid4().hex}"
         submission = await engine.submit(await completion_requests(core, body, name))
         envelope = CompletionEnvelope(name, int(time.time()), core.model_name, fingerprint)
-        return await _answer(request, Exchange(engine, submission, envelope, body), body.stream)
+        narrator = OpenAINarrator(core, envelope, body, submission, spec_metrics)
+        return await Exchange(submission, narrator).answer(request, body.stream)
 
     @router.post("/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         core = engine.engine
         check_model(core, body.model)
         name = f"chatcmpl-{uuid.uuid4().hex}"
-        submission = await engine.submit(await chat_requests(core, body, name))
-        envelope = ChatEnvelope(name, int(time.time()), core.model_name, fingerprint)
-        return await _answer(request, Exchange(engine, submission, envelope, body), body.stream)
+        requests, turns = await chat_requests(core, body, name, resolved(parsers, core))
+        submission = await engine.submit(requests)
+        envelope = ChatEnvelope(name, int(time.time()), core.model_name, fingerprint, turns)
+        narrator = OpenAINarrator(core, envelope, body, submission, spec_metrics)
+        return await Exchange(submission, narrator).answer(request, body.stream)
 
     def card() -> dict:
         core = engine.engine

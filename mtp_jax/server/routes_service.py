@@ -7,6 +7,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from mtp_jax.server.async_engine import AsyncEngine, State
+from mtp_jax.server.bodies import BoundedRoute
 from mtp_jax.server.errors import RETRY_SECONDS, ApiError
 from mtp_jax.server.interface import EngineCore
 from mtp_jax.server.metrics import CONTENT_TYPE, ServerMetrics
@@ -29,7 +30,7 @@ async def _decode(engine: EngineCore, sequences: list[list[int]]) -> list[str]:
 
 
 def service_routes(engine: AsyncEngine, metrics: ServerMetrics) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BoundedRoute)
 
     @router.get("/health")
     async def health() -> JSONResponse:

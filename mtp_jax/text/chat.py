@@ -11,7 +11,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from mtp_jax.errors import InvalidRequestError
+from mtp_jax.errors import InvalidRequestError, InvalidValueError
 
 Message = Mapping[str, object]
 
@@ -51,6 +51,15 @@ def _compile(template: str) -> jinja2.Template:
     }
     environment.globals.update(functions)
     return environment.from_string(template)
+
+
+def check_template(source: str, where: str) -> None:
+    """Raises InvalidValueError, with `where` as the field, unless `source` is a Jinja template."""
+    try:
+        _compile(source)
+    except jinja2.TemplateSyntaxError as error:
+        legal = f"a Jinja template ({error.message}, line {error.lineno})"
+        raise InvalidValueError(where, source[:40], legal) from None
 
 
 def render_chat(

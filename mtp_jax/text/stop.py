@@ -12,10 +12,12 @@ class StopChecker:
 
     Args:
       stops: non-empty strings; none at all passes everything through.
+      keep: show the stop string itself too.
     """
 
-    def __init__(self, stops: Sequence[str]):
+    def __init__(self, stops: Sequence[str], *, keep: bool = False):
         assert all(stops), "stop strings must not be empty"
+        self._keep = keep
         self._stops = tuple(stops)
         self._held = ""
         self.matched: str | None = None
@@ -31,9 +33,9 @@ class StopChecker:
         starts = [(text.find(stop), stop) for stop in self._stops]
         found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
         if found:
-            _, start, self.matched = min(found)
+            end, start, self.matched = min(found)
             self._held = ""
-            return text[:start], self.matched
+            return text[: end if self._keep else start], self.matched
         held = self._undecided(text)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], None

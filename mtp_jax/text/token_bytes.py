@@ -58,6 +58,11 @@ class TokenText:
             self._pieces[token_id] = None if token is None else self._make(token, token_id in self._special)
         return self._pieces[token_id]
 
+    def data(self, token_id: int) -> bytes:
+        """The token's bytes, special or not; none for an id beyond the vocabulary."""
+        piece = self.piece(token_id)
+        return b"" if piece is None else piece.data
+
     def _longest(self, added: set[str]) -> int:
         """Bytes of text that a token stands for at most, or a little more."""
         # Byte-level tokens have a character for each byte; added ones are plain text in either kind.

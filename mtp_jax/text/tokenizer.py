@@ -35,6 +35,8 @@ class Tokenizer:
             {"default": chat_template} if isinstance(chat_template, str) else chat_template or {}
         )
         self.token_text: TokenText = token_text(backend, where)
+        added = backend.get_added_tokens_decoder().values()
+        self.special_texts = frozenset(token.content for token in added if token.special)
 
     @property
     def vocab_size(self) -> int:
@@ -44,6 +46,16 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source that conversations with tools are written by, or None."""
+        names = ("tool_use", "default", *self._templates)
+        return next((self._templates[name] for name in names if name in self._templates), None)
+
+    def use_chat_template(self, template: str) -> None:
+        """Replaces the checkpoint's templates."""
+        self._templates = {"default": template}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens written out in the text become those tokens either way.

@@ -8,7 +8,8 @@ from typing import Literal
 
 from mtp_jax.config import MAX_SPECULATIVE_TOKENS
 from mtp_jax.errors import InvalidValueError
-from mtp_jax.server.arguments import Parser, any_text, flag_of, number
+from mtp_jax.server.arguments import Parser, flag_of
+from mtp_jax.server.readers import any_text, number
 from mtp_jax.train.initial import INITS, Init
 
 Optimizer = Literal["adamw", "muon"]

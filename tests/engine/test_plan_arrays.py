@@ -96,4 +96,4 @@ def test_results() -> None:
     packed[0, 1] = (2, 9, 1, 0, 0, 50, 51, 52)
     packed[1, 0] = (0, 7, 3, 2, 2, 60, 61, 62)
     packed[1, 1] = (1, 8, 0, 2, 1, 70, 71, 72)
-    assert read_results(packed) == [RowResult(2, 9, (50,), 0, 0), RowResult(0, 7, (60, 61, 62), 2, 2)]
+    assert read_results(packed, BUCKET) == [RowResult(2, 9, (50,), 0, 0), RowResult(0, 7, (60, 61, 62), 2, 2)]

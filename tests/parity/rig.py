@@ -19,6 +19,7 @@ from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_bluep
 from mtp_jax.engine.draft import Drafter
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.plan_arrays import PlanWriter
+from mtp_jax.engine.shaping_slots import ShapingSlots
 from mtp_jax.engine.state import EngineState, state_shapes, state_specs
 from mtp_jax.loading import WeightSource, resolve_model
 from mtp_jax.models.registry import expected_tensors
@@ -165,6 +166,7 @@ def renew(engine: Engine, source: WeightSource | None = None, **host: Value) -> 
         executables=engine.executables,
         buckets=engine._buckets,
         writer=PlanWriter(config, engine._writer.placement),
+        shaping=ShapingSlots(config.max_num_seqs, engine._shaping.padded_vocab, engine._writer.placement),
         weights=weights,
         state=state,
     )

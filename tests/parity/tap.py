@@ -78,7 +78,7 @@ def tapped() -> Iterator[Tap]:
     tap, verify, call = Tap(), Head._verify, Head.__call__
 
     def seen_verify(self: Head, slots, rows, hidden):
-        tokens, accepted = verify(self, slots, rows, hidden)
+        tokens, accepted, reports = verify(self, slots, rows, hidden)
         b, t, d = hidden.shape
         logits = self.vocabulary.logits(hidden.reshape(b * t, d)).reshape(b, t, -1)
         kept = None if slots.draft_logits is None else slots.draft_logits[rows.slot]
@@ -95,7 +95,7 @@ def tapped() -> Iterator[Tap]:
             kept,
         )
         jax.debug.callback(tap.see_rows, *fields)
-        return tokens, accepted
+        return tokens, accepted, reports
 
     def seen_call(self: Head, slots, mtp_cache, rows, chunk, hidden, lane_hidden):
         if chunk is not None:

@@ -116,8 +116,10 @@ FAMILY_TOLERANCE = 2e-4
 FAMILIES = ("tiny_deepseek_v3", "tiny_deepseek_v32", "tiny_glm_moe_dsa", "tiny_glm4_moe")
 FAMILIES += ("tiny_qwen3_next", "tiny_qwen3_5", "tiny_qwen3_5_moe")
 LOGITS = [("tiny_qwen2", 1), ("tiny_llama3", 2), ("tiny_mimo", 2)]
-LOGITS += [(name, stages) for stages in (1, 2) for name in FAMILIES]
-DRAFTS = [("tiny_mimo", 1), ("tiny_mimo", 2), *((name, 1) for name in FAMILIES), ("tiny_glm_moe_dsa", 2)]
+LOGITS += [(name, 2) for name in FAMILIES]
+LOGITS += [pytest.param(name, 1, marks=pytest.mark.slow) for name in FAMILIES]
+DRAFTS = [("tiny_mimo", 1), ("tiny_mimo", 2), *((name, 1) for name in FAMILIES)]
+DRAFTS += [pytest.param(name, 2, marks=pytest.mark.slow) for name in FAMILIES]
 
 
 @pytest.mark.parametrize(("name", "stages"), LOGITS)

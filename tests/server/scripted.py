@@ -22,7 +22,15 @@ VOCAB = 0x110000
 
 
 class CharacterTokenizer:
+    """A token is a character. The chat template writes the turns with their roles; with `raw` in
+    chat_template_kwargs, the last message alone."""
+
     vocab_size = VOCAB
+    chat_template: str | None = "{{ tools }} <tool_call> </think>"  # what a parser is chosen by
+    special_texts: frozenset[str] = frozenset()
+
+    def use_chat_template(self, template: str) -> None:
+        self.chat_template = template
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [[ord(character) for character in text] for text in texts]
@@ -45,7 +53,10 @@ class CharacterTokenizer:
         add_generation_prompt: bool = True,
         **variables: object,
     ) -> str:
-        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        if variables.get("raw"):
+            return str(messages[-1]["content"])
+        named = "".join(f"<tool>{tool['function']['name']}" for tool in tools or ())
+        text = named + "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return text + ("<assistant>" if add_generation_prompt else "")
 
 
@@ -206,6 +217,7 @@ class ScriptedEngine:
             before.num_draft_tokens + drafts,
             before.num_accepted_tokens + accepted,
             tuple(histogram),
+            (*before.per_round_accepted, accepted),
         )
         self._count(num_drafts=1, num_draft_tokens=drafts, num_accepted_tokens=accepted)
         per_position = tuple(

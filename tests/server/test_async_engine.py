@@ -10,7 +10,8 @@ import pytest
 from mtp_jax.config import EngineConfig
 from mtp_jax.errors import EngineDeadError, InvalidRequestError
 from mtp_jax.request import EngineRequest, RequestOutput, SamplingParams, expand_request
-from mtp_jax.server.async_engine import AsyncEngine, ServerStoppingError, State
+from mtp_jax.server.async_engine import AsyncEngine, State
+from mtp_jax.server.refusals import ServerStoppingError
 from tests.server.scripted import ScriptedEngine
 
 

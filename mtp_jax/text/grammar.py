@@ -1,0 +1,245 @@
+"""Structured output, the host's part: grammars, and which tokens they allow next. No device is involved.
+
+How an engine uses it, for one request whose rounds verify K drafts:
+
+    grammar = compiler.compile(spec)              # when the request comes; a thread, 400 if it raises
+    matcher = grammar.matcher()                   # one for each completion
+    each round:
+      masks = matcher.masks(drafts)               # [K + 1, words], while the device works
+      ... the device adds -inf to the target's logits of row j where masks[j] has no bit: a draft that
+      ... breaks the grammar then has probability 0 in its row and is rejected; the row after the last
+      ... accepted draft samples the token of the round under its own mask
+      matcher.accept(emitted)                     # the tokens that stand, end-of-sequence included
+    matcher.rollback(n)                           # where a round is taken back, as after a preemption
+
+Token t is bit t % 32 of word t // 32, least significant first. Words cover the model's vocabulary; tokens
+of its padding are never allowed. An end-of-sequence token is allowed where the text may end, and nothing
+else once it must. Rows behind a draft that breaks the grammar are never sampled from: all bits are set
+there, so that no distribution of them is empty.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import llguidance
+import numpy as np
+
+from mtp_jax.errors import InvalidRequestError
+from mtp_jax.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_SOURCE_CHARACTERS = 64 * 1024
+MAX_CHOICES = 1024
+CACHED_GRAMMARS = 64
+# What the compiler and a step of the parser may spend. A thread cannot be interrupted, so these, and the
+# size of the source, are the bound on time: the test has the worst grammars that we know.
+_LIMITS = {
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 50_000,
+    "verbose_errors": False,
+}
+# A model may write white space for ever where any amount of it is legal.
+_JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+_SPECIAL_CHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarSpec:
+    """What the text must be.
+
+    Attributes:
+      kind: `json` (source: a JSON schema), `regex`, or `ebnf` (Lark's or GBNF's syntax).
+      field: the parameter of the request that errors name.
+    """
+
+    kind: str
+    source: str
+    field: str = "response_format"
+
+
+def json_object(field: str = "response_format") -> GrammarSpec:
+    """Any JSON object."""
+    return GrammarSpec("json", '{"type": "object"}', field)
+
+
+def json_schema(schema: Mapping[str, object], field: str = "response_format") -> GrammarSpec:
+    """JSON that a schema describes."""
+    return GrammarSpec("json", json.dumps(schema), field)
+
+
+def choice(texts: Sequence[str], field: str) -> GrammarSpec:
+    """One of several texts. Raises InvalidRequestError where there are none, or too many."""
+    if not 0 < len(texts) <= MAX_CHOICES or not all(texts):
+        legal = f"1 to {MAX_CHOICES} texts that are not empty"
+        raise InvalidRequestError(field, f"{len(texts)} texts", legal)
+    escaped = (_SPECIAL_CHARACTERS.sub(r"\\\g<0>", text) for text in texts)
+    return GrammarSpec("regex", "|".join(escaped), field)
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance takes it: each token's bytes, which are those of our own detokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
+        pieces = [tokenizer.token_text.piece(token) for token in range(vocab_size)]
+        self.tokens = [b"" if piece is None or piece.special else piece.data for piece in pieces]
+        # What has no text is no part of any.
+        self.special_token_ids = [token for token, data in enumerate(self.tokens) if not data]
+        self.eos_token_id = eos_token_ids[0]
+        self._encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. Safe for use from several threads.
+
+    Args:
+      tokenizer: the model's.
+      vocab_size: tokens of the model, padding included.
+      eos_token_ids: at least one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
+        assert eos_token_ids, "a text that must end needs a token that ends it"
+        wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, eos_token_ids))
+        self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self.vocab_size, self._eos = vocab_size, tuple(eos_token_ids)
+        self.compile: Callable[[GrammarSpec], Grammar] = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
+        """The grammar of a spec; the last ones are kept.
+
+        Raises:
+          InvalidRequestError: it is no grammar, too large, too slow, or nothing at all fits it.
+        """
+
+    def _compile(self, spec: GrammarSpec) -> "Grammar":
+        if len(spec.source) > MAX_SOURCE_CHARACTERS:
+            legal = f"a grammar of at most {MAX_SOURCE_CHARACTERS} characters"
+            raise InvalidRequestError(spec.field, f"{len(spec.source)} characters", legal)
+        try:
+            made = llguidance.LLMatcher(self._tokenizer, _translated(spec), log_level=0, limits=_limits())
+        except ValueError as error:
+            raise _refusal(spec, str(error)) from None
+        if not made.is_error():
+            made.compute_bitmask()  # the first step finds what the compiler let pass
+        if made.is_error():
+            raise _refusal(spec, made.get_error())
+        return Grammar(made, self.vocab_size, self._eos, spec)
+
+
+def _translated(spec: GrammarSpec) -> str:
+    match spec.kind:
+        case "json":
+            return llguidance.LLMatcher.grammar_from_json_schema(spec.source, overrides=_JSON_OPTIONS)
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(spec.source)
+        case "ebnf":
+            return llguidance.grammar_from("ebnf", spec.source)
+    raise AssertionError(spec.kind)
+
+
+def _limits() -> llguidance.LLParserLimits:
+    return llguidance.LLParserLimits(**_LIMITS)
+
+
+def _refusal(spec: GrammarSpec, reason: str) -> InvalidRequestError:
+    kind = {"json": "a JSON schema", "regex": "a regular expression", "ebnf": "a grammar"}[spec.kind]
+    short = spec.source if len(spec.source) <= 100 else spec.source[:100] + "..."
+    return InvalidRequestError(
+        spec.field, short, f"{kind} that can be compiled ({' '.join(reason.split())[:300]})"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """A compiled grammar, to be shared."""
+
+    _start: llguidance.LLMatcher
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    spec: GrammarSpec
+
+    def matcher(self) -> "Matcher":
+        """The state of one completion, at its beginning."""
+        return Matcher(self._start.deep_copy(), self.vocab_size, self.eos_token_ids)
+
+
+class Matcher:
+    """Where a completion is in its grammar. Not for use from two threads at once.
+
+    A step may exceed its limits (`failed`): then whatever comes is accepted, and masks allow the end only.
+    """
+
+    def __init__(self, state: llguidance.LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._state, self._eos = state, frozenset(eos_token_ids)
+        self._num_ends = 0  # end-of-sequence tokens taken; the library need not hear of them
+        self._end_only = np.zeros(-(-vocab_size // 32), np.uint32)
+        for token in eos_token_ids:
+            self._end_only[token // 32] |= np.uint32(1 << token % 32)
+
+    @property
+    def failed(self) -> bool:
+        return self._state.is_error()
+
+    @property
+    def may_end(self) -> bool:
+        """The text so far fits the grammar as it is."""
+        return self._state.is_accepting()
+
+    @property
+    def ended(self) -> bool:
+        """Nothing but an end-of-sequence token can follow."""
+        return self._num_ends > 0 or self._state.is_stopped()
+
+    def mask(self) -> np.ndarray:
+        """Allowed next tokens, uint32 [words]."""
+        if self.ended:
+            return self._end_only
+        return np.frombuffer(self._state.compute_bitmask(), np.uint32)[: self._end_only.size]
+
+    def masks(self, drafts: Sequence[int]) -> np.ndarray:
+        """Allowed tokens of each row of a round, uint32 [len(drafts) + 1, words]. The state stays.
+
+        Row j is what may follow the first j drafts.
+        """
+        rows = np.full((len(drafts) + 1, self._end_only.size), np.uint32(0xFFFFFFFF))
+        rows[0] = self.mask()
+        taken = 0
+        for row, token in enumerate(drafts, start=1):
+            if not self._take(token):
+                break
+            taken += 1
+            rows[row] = self.mask()
+        self.rollback(taken)
+        return rows
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Advances by tokens that stand, each of which the mask of its row allowed."""
+        for token in tokens:
+            if not self._take(token) and not self.failed:
+                raise AssertionError(f"token {token} breaks the grammar: it was sampled without its mask")
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens."""
+        ends = min(num_tokens, self._num_ends)
+        self._num_ends -= ends
+        if num_tokens > ends and not self.failed:
+            assert self._state.rollback(num_tokens - ends), self._state.get_error()
+
+    def _take(self, token: int) -> bool:
+        """Advances by one token if it may."""
+        if token in self._eos:
+            self._num_ends += self.may_end
+            return self.may_end
+        return self._num_ends == 0 and self._state.try_consume_tokens([token]) == 1

@@ -1,0 +1,1 @@
+"""An assistant's turn in parts: reasoning, content, tool calls; `formats` has the dialects."""
