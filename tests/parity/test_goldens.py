@@ -92,11 +92,11 @@ def forced(ids: np.ndarray, accept: int) -> Iterator[None]:
     verify = Head._verify
 
     def force(self: Head, slots, rows, hidden):
-        verify(self, slots, rows, hidden)
+        _, _, reports = verify(self, slots, rows, hidden)
         columns = jnp.arange(hidden.shape[1], dtype=jnp.int32)
         tokens = jnp.asarray(table)[rows.start[:, None] + columns + 1]
         offered = jnp.sum(rows.drafts >= 0, axis=1, dtype=jnp.int32)
-        return tokens, jnp.minimum(offered, accept)
+        return tokens, jnp.minimum(offered, accept), reports
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Head, "_verify", force)
