@@ -127,11 +127,12 @@ def test_tiny_logits(name: str, stages: int) -> None:
     check_tiny_logits(name, stages=stages)
 
 
-def test_tiny_logits_with_a_mixed_slot() -> None:
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tiny_logits_with_a_mixed_slot(tensor: int) -> None:
     """A layer with an indexer shares its slot with a layer of another stage that has none."""
     plan = blueprint(tiny_checkpoint("tiny_glm_moe_dsa"), stages=2, stage_layers=(4, 1)).program.layout.plan
     assert plan.num_slots == 4 and len(plan.mixed) == 1
-    check_tiny_logits("tiny_glm_moe_dsa", stages=2, stage_layers=(4, 1))
+    check_tiny_logits("tiny_glm_moe_dsa", stages=2, stage_layers=(4, 1), tensor=tensor)
 
 
 def check_tiny_logits(name: str, stages: int, **layout: Value) -> None:
