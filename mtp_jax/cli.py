@@ -1,4 +1,4 @@
-"""The `mtp-jax` command: `mtp-jax serve ...`, `chat`, `bench`, `train`, `convert`, `version`."""
+"""The `mtp-jax` command: `mtp-jax serve ...`, `chat`, `bench`, `plan`, `train`, `convert`, `version`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +26,13 @@ def _bench(argv: Sequence[str]) -> int:
     from mtp_jax.bench.app import main as bench
 
     return bench(argv, prog="mtp-jax bench")
+
+
+def _plan(argv: Sequence[str]) -> int:
+    exit_on_signals()
+    from mtp_jax.plan.app import main as plan
+
+    return plan(argv, prog="mtp-jax plan")
 
 
 def _train(argv: Sequence[str]) -> int:
@@ -56,6 +63,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "serve": ("serve a model over HTTP with OpenAI's API", _serve),
     "chat": ("chat with a model in the terminal", _chat),
     "bench": ("measure a server or the engine", _bench),
+    "plan": ("say whether a model fits some devices, from its config.json", _plan),
     "train": ("train an MTP head for a model", _train),
     "convert": ("write a model's arrays as they are placed", _convert),
     "version": ("print the version", _version),

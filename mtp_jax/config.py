@@ -119,6 +119,7 @@ class EngineConfig:
     """How the engine runs a model. `engine.build` replaces some defaults by what suits model and device."""
 
     stages: int = 1  # Z: pipeline stages
+    stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: as the planner cuts them
     data: int = 1  # replicas of slots and pages
     tensor: int = 1  # shards of heads, ffn columns and vocabulary
     max_num_seqs: int = 16  # request slots
@@ -144,6 +145,7 @@ class EngineConfig:
         for name in (*positive, "prefill_chunk", "min_rows", "min_table_tokens"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InvalidValueError(name, getattr(self, name), "an integer of at least 1")
+        self._check_stage_layers()
         if self.num_speculative_tokens not in range(MAX_SPECULATIVE_TOKENS + 1):
             legal = f"0 to {MAX_SPECULATIVE_TOKENS}"
             raise InvalidValueError("num_speculative_tokens", self.num_speculative_tokens, legal)
@@ -163,6 +165,15 @@ class EngineConfig:
                 raise InvalidValueError(name, getattr(self, name), " or ".join(map(str, legal)))
         if self.page_size % 4:
             raise InvalidValueError("page_size", self.page_size, "a multiple of 4")
+
+    def _check_stage_layers(self) -> None:
+        counts = self.stage_layers
+        if counts is None:
+            return
+        whole = all(type(count) is int and count > 0 for count in counts)
+        if not whole or len(counts) != self.stages:
+            legal = f"{self.stages} integers of at least 1, one for each of --stages"
+            raise InvalidValueError("stage_layers", ",".join(map(str, counts)), legal)
 
     @property
     def initial_drafts(self) -> int:

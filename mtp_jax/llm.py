@@ -105,7 +105,7 @@ class LLM:
         kv_cache_gib: float | None = None,
         compile_cache: str | Path | None = None,
         use_tqdm: bool = True,
-        **engine_options: int | str | bool,
+        **engine_options: int | str | bool | tuple[int, ...],
     ):
         legal = {field.name for field in dataclasses.fields(EngineConfig)}
         for name, value in engine_options.items():

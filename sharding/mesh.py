@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 STAGE, DATA, TENSOR = "stage", "data", "tensor"
 AXES = (STAGE, DATA, TENSOR)
@@ -25,3 +25,8 @@ def make_mesh(stages: int, data: int = 1, tensor: int = 1, devices: Sequence | N
         )
     grid = np.array(devices[:need]).reshape(stages, data, tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def abstract_mesh(stages: int, data: int = 1, tensor: int = 1) -> AbstractMesh:
+    """The engine's mesh of any size, without devices: enough to know every array's shards."""
+    return AbstractMesh((stages, data, tensor), AXES, axis_types=(AxisType.Auto,) * 3)

@@ -8,7 +8,7 @@ stage does its share of verification and drafting (see ARCHITECTURE.md).
 
 import dataclasses
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import AXES, STAGE, TENSOR
@@ -36,7 +36,7 @@ HEAD_AXES = (STAGE, TENSOR)
 class Placement:
     """The table bound to one mesh, with the logical axes that do not divide there left replicated."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # abstract: only shapes and places are asked for
     replicated: frozenset[str] = frozenset()
 
     def axis_size(self, logical: str) -> int:
@@ -67,7 +67,7 @@ class Placement:
         return P(*entries)
 
 
-def make_placement(mesh: Mesh, sizes: dict[str, int]) -> Placement:
+def make_placement(mesh: Mesh | AbstractMesh, sizes: dict[str, int]) -> Placement:
     """Binds the table to a mesh; an axis of `sizes` that its mesh axes do not divide is replicated."""
     assert set(mesh.axis_names) == set(AXES)
     whole = Placement(mesh)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig, ModelConfig
 from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
-from mtp_jax.engine.memory import MemoryPlan, plan_memory
-from mtp_jax.engine.placed import check_layout, load_weights
+from mtp_jax.engine.memory import MemoryPlan, check_memory, device_memory_bytes, plan_memory
+from mtp_jax.engine.placed import check_placed, load_weights
 from mtp_jax.engine.plan_arrays import PlanArrays, PlanWriter
 from mtp_jax.engine.shaping_slots import ShapingSlots
 from mtp_jax.engine.shaping_state import shaping_shapes, shaping_specs
@@ -36,6 +36,7 @@ from mtp_jax.loading import (
     resolve_model,
     resolve_mtp_head,
 )
+from mtp_jax.models.block import joint_kind
 from mtp_jax.models.leaves import Read
 from mtp_jax.models.registry import check_supported, layer_kinds, layer_sizes
 from mtp_jax.progress import Report
@@ -43,11 +44,11 @@ from mtp_jax.scheduler.plan import DispatchPlan, SlotView
 from mtp_jax.scheduler.scheduler import Scheduler
 from sharding.mesh import make_mesh
 from sharding.placement import make_placement
-from sharding.stage_plan import plan_stages
+from sharding.stage_plan import StagePlan, plan_stages
 
 log = logging.getLogger(__name__)
 
-EngineFieldValue = int | str | bool
+EngineFieldValue = int | str | bool | tuple[int, ...]
 
 COMPILER_THREADS = 2  # at the start: one traces while the other waits for XLA
 CPU_CONTEXT, ACCELERATOR_CONTEXT = 2048, 8192  # tokens of max_model_len unless the user asks for more
@@ -105,6 +106,7 @@ class Blueprint:
     def describe(self) -> str:
         """Model, mesh and memory, a few lines for people."""
         config, mesh = self.config, self.program.layout.placement.mesh
+        assert isinstance(mesh, Mesh)
         device = mesh.devices.flat[0]
         k = config.num_speculative_tokens
         speculation = f"K = {k}, {config.draft_sampling} drafts" if k else "off (K = 0)"
@@ -145,28 +147,57 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     check_supported(model)
     head = _find_head(options, source, path)
     has_mtp = head is not None or model.num_nextn_predict_layers > 0
-    config = _resolve(options, model, has_mtp=has_mtp)
-    if config.data > 1:
-        raise UnsupportedHereError("--data above 1 is not supported yet; use --stages and --tensor")
+    config = resolve_config(options, model, has_mtp=has_mtp, on_cpu=jax.default_backend() == "cpu")
+    check_layout(config)
     mesh = _checked("--stages", config.stages, lambda: make_mesh(config.stages, config.data, config.tensor))
-    placement = make_placement(mesh, dividing_sizes(model))
-    stage_plan = _checked(
-        "--stages", config.stages, lambda: plan_stages(config.stages, layer_kinds(model), layer_sizes(model))
-    )
-    with_mtp = config.num_speculative_tokens > 0
-    draft_vocab = head.draft_vocab if head is not None and with_mtp else None
-    if isinstance(source, PlacedDir) and with_mtp:
-        draft_vocab = source.draft_vocab
-    layout = WeightLayout(model, stage_plan, placement, jnp.dtype(config.dtype), with_mtp, draft_vocab)
+    draft_vocab = head.draft_vocab if head is not None else None
     if isinstance(source, PlacedDir):
-        check_layout(source, layout)
-    memory = plan_memory(layout, config, options.kv_cache_gib, "num_pages" in options.overrides)
+        draft_vocab = source.draft_vocab
+    layout = draw_layout(model, config, mesh, draft_vocab)
+    if isinstance(source, PlacedDir):
+        check_placed(source, layout)
+    pages_given = "num_pages" in options.overrides
+    memory = plan_memory(layout, config, options.kv_cache_gib, pages_given, device_memory_bytes())
+    check_memory(memory, config, options.kv_cache_gib, pages_given)
     config = dataclasses.replace(config, num_pages=memory.num_pages)
     program = Program(config, layout)
     read_mtp = source.read if head is None else head.read
     return Blueprint(
         options, source, read_mtp if has_mtp else None, head, program, BucketTable.of(config), memory
     )
+
+
+def draw_layout(
+    model: ModelConfig, config: EngineConfig, mesh: Mesh | AbstractMesh, draft_vocab: int | None = None
+) -> WeightLayout:
+    """Which layers each stage runs, and where every weight lies. Needs no device where the mesh is abstract.
+
+    Args:
+      model: the target's configuration.
+      config: the engine's.
+      mesh: of the sizes that `config` says.
+      draft_vocab: ids that drafts are chosen from, where the MTP head has a list of them.
+
+    Raises:
+      InvalidValueError: stages that the model's layers cannot be cut into.
+    """
+
+    def cut(counts: tuple[int, ...] | None) -> StagePlan:
+        return plan_stages(config.stages, layer_kinds(model), layer_sizes(model), counts, joint_kind)
+
+    plan = _checked("--stages", config.stages, lambda: cut(None))
+    if config.stage_layers is not None:
+        got = ",".join(map(str, config.stage_layers))
+        plan = _checked("--stage-layers", got, lambda: cut(config.stage_layers))
+    with_mtp = config.num_speculative_tokens > 0
+    placement, dtype = make_placement(mesh, dividing_sizes(model)), jnp.dtype(config.dtype)
+    return WeightLayout(model, plan, placement, dtype, with_mtp, draft_vocab if with_mtp else None)
+
+
+def check_layout(config: EngineConfig) -> None:
+    """Raises UnsupportedHereError where this build cannot run on such a mesh."""
+    if config.data > 1:
+        raise UnsupportedHereError("--data above 1 is not supported yet; use --stages and --tensor")
 
 
 def build_engine(options: EngineOptions, report: Report = lambda phase, done, total: None) -> Engine:
@@ -291,9 +322,14 @@ def _find_head(options: EngineOptions, source: WeightSource, path: Path | None) 
     return find_mtp_head(path, source)
 
 
-def _resolve(options: EngineOptions, model: ModelConfig, *, has_mtp: bool) -> EngineConfig:
-    """The user's values, and for the others what suits the machine."""
-    on_cpu = jax.default_backend() == "cpu"
+def resolve_config(
+    options: EngineOptions, model: ModelConfig, *, has_mtp: bool, on_cpu: bool
+) -> EngineConfig:
+    """The user's values, and for the others what suits the machine.
+
+    Raises:
+      InvalidValueError: a value that cannot work, or not with this model.
+    """
     context = min(model.max_position_embeddings, CPU_CONTEXT if on_cpu else ACCELERATOR_CONTEXT)
     values: dict[str, EngineFieldValue] = {
         "max_model_len": context,
@@ -326,7 +362,7 @@ def _resolve(options: EngineOptions, model: ModelConfig, *, has_mtp: bool) -> En
     return config
 
 
-def _checked[T](flag: str, got: int, make: Callable[[], T]) -> T:
+def _checked[T](flag: str, got: object, make: Callable[[], T]) -> T:
     """Sharding knows nothing of this package's errors: its ValueErrors say what is legal, not the flag."""
     try:
         return make()

@@ -1,33 +1,76 @@
-"""What an engine needs of each device's memory, before anything is allocated."""
+"""What an engine needs of each device's memory, before anything is allocated. Needs no device."""
 
 import dataclasses
 import math
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mtp_jax.config import EngineConfig
 from mtp_jax.engine.state import EngineState, state_shapes, state_specs
 from mtp_jax.engine.weights import WeightLayout, Weights
 from mtp_jax.errors import InvalidValueError
+from mtp_jax.models.registry import mtp_caches
 
 CPU_CACHE_BYTES = 2**30
 CACHE_SHARE = 0.85  # of what an accelerator has left beside the weights; the rest is for temporaries
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes a device. Weights and caches are exact; `available` is the device's word (None: unknown)."""
+class Parts:
+    """Exact bytes a device, by what they are for. Pages are one page of all caches of their kind."""
 
-    weights: int
-    page: int  # one page of every layer's cache and of the MTP cache
+    slots: tuple[int, ...]  # weights of each layer slot; empty ones have them too
+    slot_pages: tuple[int, ...]  # one page of each layer slot's caches, likewise
+    embedding: int
+    lm_head: int  # and the final norm, and the rows that drafts are chosen from; little where it is tied
+    mtp: int
+    kv_page: int  # keys and values or latents of the trunk and of the MTP module
+    indexer_page: int  # keys of indexers
+    recurrent: int  # state of recurrent layers, by slot
+    sinks: int  # behind each paged cache
+    flights: int  # activations in the ring and the prefill lane, flights and slots
+
+    @property
+    def trunk(self) -> int:
+        return sum(self.slots)
+
+    @property
+    def weights(self) -> int:
+        return self.trunk + self.embedding + self.lm_head + self.mtp
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes a device. Weights and state are exact; `available` is the device's word (None: unknown)."""
+
+    parts: Parts
     num_pages: int
     page_size: int
-    other: int  # flights, slots, and the sink behind each cache
     available: int | None
+
+    @property
+    def weights(self) -> int:
+        return self.parts.weights
+
+    @property
+    def page(self) -> int:
+        """One page of every layer's cache and of the MTP cache."""
+        return self.parts.kv_page + self.parts.indexer_page
 
     @property
     def cache(self) -> int:
         return self.page * self.num_pages
+
+    @property
+    def other(self) -> int:
+        """State that does not grow with the pages."""
+        return self.parts.recurrent + self.parts.sinks + self.parts.flights
+
+    @property
+    def total(self) -> int:
+        """All arrays that live as long as the engine; a step's temporaries come on top."""
+        return self.weights + self.cache + self.other
 
     def describe(self) -> str:
         """One line for people."""
@@ -45,26 +88,65 @@ def device_memory_bytes() -> int | None:
     return stats.get("bytes_limit") if stats else None
 
 
-def plan_memory(
-    layout: WeightLayout, config: EngineConfig, kv_cache_gib: float | None, pages_given: bool
-) -> MemoryPlan:
-    """Chooses the number of pages unless the user did, and adds everything up.
+def measure(layout: WeightLayout, config: EngineConfig) -> Parts:
+    """What every array of an engine takes on each device, whatever `num_pages` is."""
+    weights = _sizes(layout.shapes(), layout.specs(), layout)
 
-    Raises:
-      InvalidValueError: weights and caches together exceed the device, or no request would fit.
-    """
-    mesh = layout.placement.mesh
-    weights = _bytes_per_device(layout.shapes(), layout.specs(), mesh)
-
-    def state_bytes(num_pages: int) -> int:
+    def state_sizes(num_pages: int) -> EngineState:
         sized = dataclasses.replace(config, num_pages=num_pages)
-        return _bytes_per_device(state_shapes(layout, sized), state_specs(layout, sized), mesh)
+        return _sizes(state_shapes(layout, sized), state_specs(layout, sized), layout)
 
-    page = state_bytes(2) - state_bytes(1)
-    other = state_bytes(1) - page
-    available = device_memory_bytes()
-    request = config.pages_per_slot  # one request of the longest kind must fit
-    free = None if available is None else max(0, available - weights - other)
+    one, two = state_sizes(1), state_sizes(2)
+    kv_page = indexer_page = sinks = recurrent = 0
+    caches = list(zip(layout.slot_caches, one.caches, two.caches, strict=True))
+    if one.mtp_cache is not None and two.mtp_cache is not None:
+        caches.append((mtp_caches(layout.model), one.mtp_cache, two.mtp_cache))
+    for table, *sizes in caches:
+        for rows, small, large in zip(table, *sizes, strict=True):
+            page = int(large) - int(small)
+            if rows.per != "token":
+                recurrent += int(small)
+            elif rows.is_index:
+                indexer_page, sinks = indexer_page + page, sinks + int(small) - page
+            else:
+                kv_page, sinks = kv_page + page, sinks + int(small) - page
+    beside = dataclasses.replace(one, caches=(), mtp_cache=None)
+    head = (weights.lm_head, weights.final_norm, weights.draft_head)
+    return Parts(
+        slots=tuple(map(_total, weights.trunk)),
+        slot_pages=tuple(
+            _total(large) - _total(small) for small, large in zip(one.caches, two.caches, strict=True)
+        ),
+        embedding=_total(weights.embedding),
+        lm_head=_total(head),
+        mtp=_total(weights.mtp),
+        kv_page=kv_page,
+        indexer_page=indexer_page,
+        recurrent=recurrent,
+        sinks=sinks,
+        flights=_total(beside),
+    )
+
+
+def plan_memory(
+    layout: WeightLayout,
+    config: EngineConfig,
+    kv_cache_gib: float | None,
+    pages_given: bool,
+    available: int | None,
+) -> MemoryPlan:
+    """Chooses the number of pages unless the user did, and adds everything up. `check_memory` judges it.
+
+    Args:
+      layout: where the weights lie.
+      config: the engine's; its `num_pages` counts only where they are given.
+      kv_cache_gib: the user's --kv-cache-gib.
+      pages_given: whether the user chose `num_pages`.
+      available: bytes of a device; None: unknown.
+    """
+    plan = MemoryPlan(measure(layout, config), config.num_pages, config.page_size, available)
+    page, request = plan.page, config.pages_per_slot  # one request of the longest kind must fit
+    free = None if available is None else max(0, available - plan.weights - plan.other)
     if kv_cache_gib is not None:
         num_pages = int(kv_cache_gib * 2**30 / page)
     elif pages_given:
@@ -78,9 +160,7 @@ def plan_memory(
     num_pages = min(num_pages, (2**31 - 1) // _elements_per_page(layout, config))
     if not (config.enable_prefix_caching or pages_given):
         num_pages = min(num_pages, config.max_num_seqs * request)
-    plan = MemoryPlan(weights, page, num_pages, config.page_size, other, available)
-    _check_memory(plan, config, kv_cache_gib, pages_given)
-    return plan
+    return dataclasses.replace(plan, num_pages=num_pages)
 
 
 def _elements_per_page(layout: WeightLayout, config: EngineConfig) -> int:
@@ -90,7 +170,7 @@ def _elements_per_page(layout: WeightLayout, config: EngineConfig) -> int:
     )
 
 
-def _check_memory(
+def check_memory(
     plan: MemoryPlan, config: EngineConfig, kv_cache_gib: float | None, pages_given: bool
 ) -> None:
     """Raises InvalidValueError, naming what the user can change, where the plan cannot work."""
@@ -117,11 +197,15 @@ def _check_memory(
         )
 
 
-def _bytes_per_device(
-    shapes: Weights | EngineState | tuple, specs: Weights | EngineState | tuple, mesh: jax.sharding.Mesh
-) -> int:
-    def size(array: jax.ShapeDtypeStruct, spec: jax.sharding.PartitionSpec) -> int:
-        shard = jax.sharding.NamedSharding(mesh, spec).shard_shape(array.shape)
+def _sizes[T: Weights | EngineState](shapes: T, specs: T, layout: WeightLayout) -> T:
+    """Bytes of each array's shard, in the places of the arrays."""
+
+    def size(array: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        shard = NamedSharding(layout.placement.mesh, spec).shard_shape(array.shape)
         return math.prod(shard) * array.dtype.itemsize
 
-    return sum(jax.tree.leaves(jax.tree.map(size, shapes, specs)))
+    return jax.tree.map(size, shapes, specs)
+
+
+def _total(sizes: object) -> int:
+    return sum(jax.tree.leaves(sizes))

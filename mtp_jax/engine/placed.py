@@ -64,7 +64,7 @@ def read_placed(source: PlacedDir, layout: WeightLayout, report: Callable[[int, 
       CheckpointError: arrays of other shapes, or unreadable ones.
     """
     require_orbax()
-    check_layout(source, layout)
+    check_placed(source, layout)
     import orbax.checkpoint as ocp
 
     def placed(shape: jax.Array, spec: jax.Array) -> jax.ShapeDtypeStruct:
@@ -96,7 +96,7 @@ def read_placed(source: PlacedDir, layout: WeightLayout, report: Callable[[int, 
     )
 
 
-def check_layout(source: PlacedDir, layout: WeightLayout) -> None:
+def check_placed(source: PlacedDir, layout: WeightLayout) -> None:
     """Raises InvalidValueError where the arrays were written for another layout than this one."""
     wanted = _description(layout)
     again = f"as {source.directory} was written; `python -m mtp_jax.convert` writes others"

@@ -48,7 +48,7 @@ class Ring:
     bucket: Bucket
     stage_plan: StagePlan
     layers: Sequence[Leaves]
-    run_layers: Sequence[RunLayer]  # by layer slot
+    run_layers: Sequence[Sequence[RunLayer | None]]  # by layer slot and stage; None: empty there
     head: Head
     plan: PlanArrays
 
@@ -192,14 +192,14 @@ class Ring:
         stage = jax.lax.axis_index(STAGE)
         new_caches = []
         for slot, (leaves, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            run = functools.partial(self.run_layers[slot], leaves)
-            if self.stage_plan.has_empty(slot):
-                filled = jnp.array(
-                    [self.stage_plan.layer_at(slot, s) is not None for s in range(self.num_stages)]
-                )
-                carry, cache = jax.lax.cond(filled[stage], run, _skip_layer, carry, cache, rope, attend)
+            stages = self.run_layers[slot]
+            ways = list(dict.fromkeys(stages))  # in which stages run this slot
+            runs = [_skip_layer if way is None else functools.partial(way, leaves) for way in ways]
+            if len(runs) == 1:
+                carry, cache = runs[0](carry, cache, rope, attend)
             else:
-                carry, cache = run(carry, cache, rope, attend)
+                here = jnp.array([ways.index(way) for way in stages])[stage]
+                carry, cache = jax.lax.switch(here, runs, carry, cache, rope, attend)
             new_caches.append(cache)
         if arrived.indices is None:
             carry = dataclasses.replace(carry, indices=None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -87,23 +88,32 @@ class Program:
         )
         return Ring(bucket, layout.plan, layers, self._layer_runners(), head, plan)
 
-    def _layer_runners(self) -> tuple[RunLayer, ...]:
-        """How to run each layer slot; slots of one kind share one function."""
-        layout = self.layout
-        kinds = [layout.slot_kind(slot) for slot in range(layout.plan.num_slots)]
-        runners = {kind: self._layer_runner(kind) for kind in dict.fromkeys(kinds)}
-        return tuple(runners[kind] for kind in kinds)
+    def _layer_runners(self) -> tuple[tuple[RunLayer | None, ...], ...]:
+        """How each stage runs each layer slot; what is alike shares one function."""
+        slots = range(self.layout.plan.num_slots)
+        runs = [
+            [(self.layout.slot_kind(slot), kind) for kind in self.layout.slot_kinds(slot)] for slot in slots
+        ]
+        runners = {pair: self._layer_runner(*pair) for pair in dict.fromkeys(itertools.chain(*runs))}
+        return tuple(tuple(runners[pair] for pair in stages) for stages in runs)
 
-    def _layer_runner(self, kind: LayerKind) -> RunLayer:
+    def _layer_runner(self, kind: LayerKind, runs: LayerKind | None) -> RunLayer | None:
+        """Runs a layer of a slot of this kind; a layer without an indexer may lie in a slot that has one."""
+        if runs is None:
+            return None
         structure = make_layer(self.layout.model, kind, self.layout.dtype)
         table = layer_leaves(self.layout.model, kind)
         heads = {"grouped": "kv_heads", "delta": "key_heads"}.get(kind.attention, "heads")
         sums = (self._sum_over(name, (TENSOR,)) for name in (heads, "ffn", "experts"))
         sum_attention, sum_ffn, sum_experts = sums
 
+        reuse = runs.attention != kind.attention
+
         @jax.jit
         def layer(leaves, carry, cache, rope, attend):
-            around = Around(rope, attend, sum_attention, sum_ffn, sum_experts, kernels=True)
+            around = Around(
+                rope, attend, sum_attention, sum_ffn, sum_experts, kernels=True, reuse_indices=reuse
+            )
             x, indices, cache = merge(structure, table, leaves)(carry.x, carry.indices, cache, around)
             return Carry(x, indices), cache
 

@@ -56,8 +56,13 @@ class WeightLayout:
     draft_vocab: int | None = None  # ids that drafts are chosen from; None: all of them
 
     def slot_kind(self, slot: int) -> LayerKind:
-        """What runs in a layer slot."""
+        """What a layer slot has the weights and caches for."""
         return layer_kinds(self.model)[self.plan.any_layer(slot)]
+
+    def slot_kinds(self, slot: int) -> tuple[LayerKind | None, ...]:
+        """What each stage runs in a layer slot; None where it leaves it empty."""
+        kinds = layer_kinds(self.model)
+        return tuple(None if layer is None else kinds[layer] for layer in self.plan.slots[slot])
 
     def slot_leaves(self, slot: int) -> tuple[Leaf, ...]:
         """Leaves of a layer slot, without the leading stage axis."""
@@ -206,11 +211,14 @@ class WeightLayout:
 
     def _stage_reader(self, read: Read, names: frozenset[str], leaf: Leaf, slot: int) -> ReadPart:
         """Reads parts of the leaves of all stages in a layer slot."""
-        reader = _LeafReader(leaf, read, names)
+        reader, kinds = _LeafReader(leaf, read, names), self.slot_kinds(slot)
+        tables = {kind: layer_leaves(self.model, kind) for kind in kinds if kind is not None}
+        has = {kind: any(one.path == leaf.path for one in table) for kind, table in tables.items()}
 
         def read_stage(index: tuple[slice, ...]) -> np.ndarray:
-            layer = self.plan.layer_at(slot, index[0].start or 0)
-            if layer is None:  # an empty slot's weights are never read
+            stage = index[0].start or 0
+            layer, kind = self.plan.layer_at(slot, stage), kinds[stage]
+            if layer is None or kind is None or not has[kind]:  # weights that are never read
                 cuts = zip(index[1:], leaf.shape, strict=True)
                 return np.zeros((1, *(len(range(*cut.indices(size))) for cut, size in cuts)))
             return reader.part(layer_prefix(layer), index[1:])[None]

@@ -32,6 +32,19 @@ class LayerKind:
         return f"{self.attention} attention + {self.ffn} ffn"
 
 
+def joint_kind(one: LayerKind, two: LayerKind) -> LayerKind | None:
+    """The kind of a layer slot that can hold layers of both; None: there is none.
+
+    A layer with an indexer does without it where it is given positions.
+    """
+    indexed = dataclasses.replace(one, attention="indexed")
+    if one == two:
+        return one
+    if {one.attention, two.attention} == {"latent", "indexed"} and one.ffn == two.ffn:
+        return indexed
+    return None
+
+
 class DecoderLayer(nnx.Module):
     """Pre-norm decoder layer."""
 

@@ -112,6 +112,7 @@ class CacheRows:
     axes: tuple[str | None, ...]
     per: Literal["token", "slot", "round"] = "token"
     dtype: jnp.dtype | None = None  # None: the engine's
+    is_index: bool = False  # keys of an indexer, which the memory plan lists by themselves
 
 
 @dataclasses.dataclass(frozen=True)

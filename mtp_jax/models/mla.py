@@ -185,7 +185,7 @@ class Indexer(nnx.Module):
     @staticmethod
     def caches(config: ModelConfig) -> tuple[CacheRows, ...]:
         """Its keys."""
-        return (CacheRows((_indexer(config).head_dim,), (None,)),)
+        return (CacheRows((_indexer(config).head_dim,), (None,), is_index=True),)
 
 
 def rotation_order(width: int, interleaved: bool) -> np.ndarray:

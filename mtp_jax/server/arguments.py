@@ -20,7 +20,7 @@ from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig
 from mtp_jax.engine.prepare import default_compile_cache
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.server.more_flags import ANSWER_FLAGS, LIMIT_FLAGS
-from mtp_jax.server.readers import Flag, any_text, drafts, number, origins
+from mtp_jax.server.readers import Flag, any_text, drafts, layer_counts, number, origins
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -33,7 +33,7 @@ class ServeOptions:
     model and the machine, starting from EngineConfig's defaults.
     """
 
-    overrides: Mapping[str, int | bool | str] = dataclasses.field(default_factory=dict)
+    overrides: Mapping[str, int | bool | str | tuple[int, ...]] = dataclasses.field(default_factory=dict)
     model: str | None = None  # a Hugging Face directory or a GGUF file; None is the default model
     served_model_name: str | None = None  # None: the model's own
     mtp_head: str | None = None  # file or directory with the weights of an MTP module
@@ -97,6 +97,11 @@ FLAGS: dict[str, dict[str, Flag]] = {
     },
     "layout": {
         "stages": ("pipeline stages", _INTEGER, None),
+        "stage_layers": (
+            "layers of each stage, such as 16,15,15,15, instead of the planner's cuts",
+            layer_counts,
+            None,
+        ),
         "tensor": ("shards of heads, ffn columns and vocabulary", _INTEGER, None),
         "data": ("replicas of slots and pages", _INTEGER, None),
     },
@@ -221,7 +226,7 @@ def parse_options(argv: Sequence[str], prog: str = "mtp-jax serve") -> ServeOpti
     parser = make_parser(prog)
     given = parser.given(argv)
     try:
-        from_file = _read_file(parser, given.pop("config")) if "config" in given else {}
+        from_file = read_file(parser, given.pop("config")) if "config" in given else {}
         return resolve(given, from_file)
     except InvalidValueError as error:
         field = flag_of(error.field) if error.field in _ENGINE_FIELDS else error.field
@@ -256,7 +261,7 @@ def resolve(given: Mapping[str, object], from_file: dict[str, object]) -> ServeO
     return options
 
 
-def _read_file(parser: argparse.ArgumentParser, path: str) -> dict[str, object]:
+def read_file(parser: argparse.ArgumentParser, path: str) -> dict[str, object]:
     """The settings of a TOML file, read by the same rules as the flags."""
     try:
         table = tomllib.loads(Path(path).expanduser().read_text())
@@ -291,7 +296,7 @@ def _file_value(action: argparse.Action, value: object, where: str) -> object:
         raise InvalidValueError(where, value, " or ".join(map(str, action.choices)))
     if action.type in (any_text, origins) and not isinstance(value, str):
         raise InvalidValueError(where, value, "a text in quotes")
-    if action.type not in (any_text, drafts, origins) and isinstance(value, str):
+    if action.type not in (any_text, drafts, layer_counts, origins) and isinstance(value, str):
         raise InvalidValueError(where, value, "a number without quotes")
     assert callable(action.type)
     try:

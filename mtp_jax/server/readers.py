@@ -48,6 +48,15 @@ def drafts(text: str) -> int | float | str:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}") from None
 
 
+def layer_counts(text: str) -> tuple[int, ...]:
+    """Reads the layers of each stage, such as `16,15,15,15`."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        legal = "integers with commas between them, such as 16,15,15,15"
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected {legal}") from None
+
+
 def origins(text: str) -> tuple[str, ...]:
     """Reads origins of web pages, `https://example.org,http://localhost:3000`, or `*`."""
     items = tuple(item.strip() for item in text.split(","))

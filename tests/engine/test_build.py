@@ -38,9 +38,12 @@ def test_defaults() -> None:
         ({"page_size": 6}, r"page_size: got 6; expected a multiple of 4"),
         ({"max_rounds": 3}, r"max_rounds: got 3"),
         ({"max_num_seqs": 0}, r"max_num_seqs: got 0"),
+        ({"stages": 2, "stage_layers": (3, 3)}, r"--stage-layers: got '3,3'; .* add up to 5, .* such as 3,2"),
+        ({"stages": 2, "stage_layers": (5,)}, r"stage_layers: got '5'; expected 2 integers"),
+        ({"stages": 2, "stage_layers": (5, 0)}, r"stage_layers: got '5,0'; expected 2 integers"),
     ],
 )
-def test_refusals(overrides: dict[str, int], message: str) -> None:
+def test_refusals(overrides: dict[str, Value], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         draw(**overrides)
 
@@ -51,14 +54,15 @@ def test_drafts_need_a_head() -> None:
 
 
 def test_an_unknown_family() -> None:
-    with pytest.raises(InvalidValueError, match=r"model_type: got 'mamba'; expected llama or mimo or qwen2"):
-        draw(dataclasses.replace(TINY, model_type="mamba"))
+    source = RandomSource(TINY)
+    source.config = dataclasses.replace(TINY, model_type="mamba")
+    with pytest.raises(InvalidValueError, match=r"model_type: got 'mamba'; expected llama or qwen2 or mimo"):
+        draw_blueprint(EngineOptions(), source)
 
 
-@pytest.mark.parametrize("axis", ["data", "tensor"])
-def test_axes_to_come(axis: str) -> None:
-    with pytest.raises(UnsupportedHereError, match="--data and --tensor"):
-        draw(**{axis: 2})
+def test_axes_to_come() -> None:
+    with pytest.raises(UnsupportedHereError, match="--data above 1"):
+        draw(data=2)
 
 
 def test_memory_choices() -> None:
@@ -71,6 +75,11 @@ def test_memory_choices() -> None:
     assert draw(**small, enable_prefix_caching=False).config.num_pages == 2 * 4
     with pytest.raises(InvalidValueError, match=r"--kv-cache-gib: got 1e-09; expected at least"):
         draw(kv_cache_gib=1e-9)
+
+
+def test_stage_layers() -> None:
+    plan = draw(stages=2, stage_layers=(1, 4)).program.layout.plan
+    assert plan.layers == ((0,), (1, 2, 3, 4))
 
 
 def test_describe() -> None:

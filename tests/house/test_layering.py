@@ -16,7 +16,7 @@ LAYERS = (
     ("mtp_jax.loading",),
     ("mtp_jax.engine",),
     ("mtp_jax.llm", "mtp_jax.server"),
-    ("mtp_jax.train", "mtp_jax.chat", "mtp_jax.bench", "mtp_jax.convert"),
+    ("mtp_jax.train", "mtp_jax.chat", "mtp_jax.bench", "mtp_jax.plan", "mtp_jax.convert"),
     ("mtp_jax.serve", "mtp_jax.cli", "mtp_jax"),
     ("mtp_jax.__main__",),
 )

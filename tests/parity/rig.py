@@ -27,7 +27,7 @@ from mtp_jax.request import EngineRequest, RequestOutput, SamplingParams
 from mtp_jax.scheduler.scheduler import Scheduler
 from mtp_jax.text.tokenizer import Tokenizer
 
-Value = int | str | bool
+Value = int | str | bool | tuple[int, ...]
 
 TINY = ModelConfig(
     model_type="mimo",

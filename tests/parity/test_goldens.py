@@ -15,7 +15,7 @@ from mtp_jax.engine.head import Head
 from mtp_jax.loading import WeightSource, resolve_model
 from mtp_jax.request import RequestOutput
 from tests.oracle.prompts import PROMPTS
-from tests.parity.rig import Job, greedy, make_engine, renew, run_jobs, state_of, tokens_of
+from tests.parity.rig import Job, Value, blueprint, greedy, make_engine, renew, run_jobs, state_of, tokens_of
 from tests.parity.tap import Tap, tapped
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -92,11 +92,11 @@ def forced(ids: np.ndarray, accept: int) -> Iterator[None]:
     verify = Head._verify
 
     def force(self: Head, slots, rows, hidden):
-        verify(self, slots, rows, hidden)
+        _, _, reports = verify(self, slots, rows, hidden)
         columns = jnp.arange(hidden.shape[1], dtype=jnp.int32)
         tokens = jnp.asarray(table)[rows.start[:, None] + columns + 1]
         offered = jnp.sum(rows.drafts >= 0, axis=1, dtype=jnp.int32)
-        return tokens, jnp.minimum(offered, accept)
+        return tokens, jnp.minimum(offered, accept), reports
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Head, "_verify", force)
@@ -124,10 +124,22 @@ DRAFTS += [pytest.param(name, 2, marks=pytest.mark.slow) for name in FAMILIES]
 
 @pytest.mark.parametrize(("name", "stages"), LOGITS)
 def test_tiny_logits(name: str, stages: int) -> None:
+    check_tiny_logits(name, stages=stages)
+
+
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tiny_logits_with_a_mixed_slot(tensor: int) -> None:
+    """A layer with an indexer shares its slot with a layer of another stage that has none."""
+    plan = blueprint(tiny_checkpoint("tiny_glm_moe_dsa"), stages=2, stage_layers=(4, 1)).program.layout.plan
+    assert plan.num_slots == 4 and len(plan.mixed) == 1
+    check_tiny_logits("tiny_glm_moe_dsa", stages=2, stage_layers=(4, 1), tensor=tensor)
+
+
+def check_tiny_logits(name: str, stages: int, **layout: Value) -> None:
     """Prefilled in chunks, then again one by one through the decode rows."""
     stored = golden(name)
     ids = stored["ids"]
-    sizes = {"stages": stages, "num_speculative_tokens": 0, "max_num_seqs": 4, "num_pages": 64}
+    sizes = {"stages": stages, "num_speculative_tokens": 0, "max_num_seqs": 4, "num_pages": 64} | layout
     with forced(ids, 0), tapped() as tap:
         engine = make_engine(tiny_checkpoint(name), **sizes)
         jobs = {

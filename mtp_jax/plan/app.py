@@ -1,0 +1,78 @@
+"""The command line of the planner.
+
+Exit codes: 0 if the model fits, 1 if it does not, 2 for a mistake in flags or files.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtp_jax.config import ModelConfig
+from mtp_jax.errors import InvalidValueError, UnsupportedHereError
+from mtp_jax.loading import GGUFFile
+from mtp_jax.loading.hf_config import config_from_directory
+from mtp_jax.plan.devices import DEVICES
+from mtp_jax.plan.draw import draw_plan
+from mtp_jax.plan.report import as_json, table
+from mtp_jax.plan.search import nearest
+from mtp_jax.server.arguments import Parser, add_flags, fail, make_parser, read_file, resolve
+from mtp_jax.server.backend import engine_options
+from mtp_jax.server.readers import number
+
+_NOT_HERE = ("model", "served_model_name", "mtp_head", "compile_cache")
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "mtp-jax plan") -> int:
+    """Prints a plan; returns the exit code."""
+    parser = _parser(prog)
+    given = parser.given(sys.argv[1:] if argv is None else argv)
+    device = DEVICES[given.pop("device")]
+    for_programs, preset = given.pop("json", False), given.pop("config", None)
+    try:
+        from_file = {} if preset is None else read_file(make_parser(prog), preset)
+        options = engine_options(resolve(given, from_file))
+        plan = draw_plan(read_config(options.model), options, device)
+        changes = () if plan.fits else nearest(plan, options)
+    except (InvalidValueError, UnsupportedHereError) as error:
+        return fail(prog, error)
+    print(as_json(plan, changes) if for_programs else table(plan, changes))
+    return 0 if plan.fits else 1
+
+
+def read_config(model: str | None) -> ModelConfig:
+    """The configuration of a directory with `config.json`, that file itself, or a GGUF file.
+
+    Raises:
+      InvalidValueError: there is none, or one that no family here runs.
+    """
+    legal = "a directory with a config.json, that file, or a .gguf file"
+    if model is None:
+        raise InvalidValueError("MODEL_OR_CONFIG", None, legal)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return config_from_directory(path)
+    if path.is_file() and path.name == "config.json":
+        return config_from_directory(path.parent)
+    if path.is_file() and path.suffix == ".gguf":
+        return GGUFFile(path).config
+    raise InvalidValueError("MODEL_OR_CONFIG", model, legal)
+
+
+def _parser(prog: str) -> Parser:
+    about = "Will a model fit? Stages, bytes a device and what to change, from config.json alone."
+    parser = Parser(prog, about, "Flags that are not given are chosen as on an accelerator.")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL_OR_CONFIG", help="a directory with config.json, or that file"
+    )
+    parser.add_argument("--device", choices=tuple(DEVICES), required=True, help="what every device is")
+    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    parser.add_argument("--config", metavar="FILE", help="TOML file of flags, as for serving")
+    add_flags(parser, ("model", "layout", "engine"), without=_NOT_HERE)
+    parser.add_argument(
+        "--max-len",
+        dest="max_model_len",
+        type=number(int, 0),
+        metavar="LEN",
+        help="short for --max-model-len",
+    )
+    return parser
