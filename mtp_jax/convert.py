@@ -43,7 +43,7 @@ def convert(
     out: Path,
     mtp_head: str | None = None,
     dtype: str = "auto",
-    layout: Mapping[str, EngineFieldValue] | None = None,
+    layout: Mapping[str, int | bool | str | tuple[int, ...]] | None = None,
     report: Report = lambda phase, done, total: None,
 ) -> None:
     """Reads, places and writes a model.
