@@ -77,7 +77,11 @@ def convert(
     blueprint = draw_blueprint(options)
     where = blueprint.program.layout
     weights = load_weights(
-        blueprint.source, where, blueprint.read_mtp, lambda done, total: report("reading", done, total)
+        blueprint.source,
+        where,
+        blueprint.read_mtp,
+        lambda done, total: report("reading", done, total),
+        blueprint.head,
     )
     report("writing", 0, 1)
     write_placed(out, weights, where, source)

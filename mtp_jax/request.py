@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from mtp_jax.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20  # alternatives that can be reported of a token
+MAX_BAD_WORD_TEXTS = 256  # they are tokenized before anything else is known of them
 MAX_CHOICES_OF_A_PROMPT = 64
 
 
@@ -96,7 +97,7 @@ class SamplingParams:
             ),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, penalty),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, penalty),
-            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "a number above 0 and up to 100"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100"),
             (
                 "logit_bias",
                 all(
@@ -111,6 +112,12 @@ class SamplingParams:
                 "null or at least one token id",
             ),
             ("bad_words", all(word.strip() for word in self.bad_words), "strings that are not blank"),
+            (
+                "bad_words",
+                len(self.bad_words) <= MAX_BAD_WORD_TEXTS
+                and all(len(word) <= 256 for word in self.bad_words),
+                f"at most {MAX_BAD_WORD_TEXTS} strings of at most 256 characters",
+            ),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, reports),
             (
                 "prompt_logprobs",

@@ -222,6 +222,7 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
                 layout,
                 blueprint.read_mtp,
                 lambda done, total: report("reading", done, total),
+                blueprint.head,
             )
             report("placing", 0, 1)
             state = init_state(shapes, specs, layout.placement)

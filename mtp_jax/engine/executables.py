@@ -130,7 +130,8 @@ class Executables:
         if self._thread is None:
             return bucket, self.compile(bucket)
         larger = [other for other in tuple(self._ready) if fits(bucket, other)]
-        larger = larger or [other for other in self._coming if fits(bucket, other)] or [bucket]
+        coming = [other for other in self._coming if fits(bucket, other) and other not in self._failed]
+        larger = larger or coming or [bucket]
         best = min(larger, key=cost)
         if best != bucket:
             self.want(bucket)

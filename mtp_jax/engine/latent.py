@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 MASKED = -1e30  # score of a position that is not seen
-BLOCK = 16  # token rows that are worked on at once
+BLOCK = 16  # tokens of a row that are worked on at once
+CONTEXT = 65536  # positions of all rows that are worked on at once
 
 
 def attend_all(
@@ -26,28 +27,24 @@ def attend_all(
       scale: of the scores.
       width: R, the first features of a row, which are its value.
     """
-    b, t = positions.shape
-    rows = _pages(cache, table)  # B S R + Hr
-    seen = jnp.arange(rows.shape[1]) <= positions[:, :, None]  # B T S
 
-    def block(q: jax.Array, seen: jax.Array) -> jax.Array:
+    def block(table: jax.Array, q: jax.Array, positions: jax.Array) -> jax.Array:
+        rows = _pages(cache, table)  # B S R + Hr
+        seen = jnp.arange(rows.shape[1]) <= positions[:, :, None]  # B T S
         scores = _product("btnr,bsr->btns", q, rows, jnp.float32) * scale
         weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, MASKED), axis=-1).astype(rows.dtype)
         return _product("btns,bsr->btnr", weights, rows[..., :width])
 
-    out = _by_blocks(block, q.reshape(b, t, *q.shape[1:]), seen)
-    return out.reshape(b * t, *out.shape[2:])
+    return _by_blocks(block, cache, table, q, positions.reshape(-1))
 
 
 def attend_chosen(
     q: jax.Array, cache: jax.Array, table: jax.Array, indices: jax.Array, scale: float, width: int
 ) -> jax.Array:
     """As `attend_all`, over the positions `indices` [B * T, J] of each token (-1: none)."""
-    b = table.shape[0]
-    t, page_size = q.shape[0] // b, cache.shape[1]
-    indices = indices.reshape(b, t, -1)
+    page_size = cache.shape[1]
 
-    def block(q: jax.Array, indices: jax.Array) -> jax.Array:
+    def block(table: jax.Array, q: jax.Array, indices: jax.Array) -> jax.Array:
         at = jnp.maximum(indices, 0)
         page = jnp.take_along_axis(table[:, None], at // page_size, axis=2)
         rows = cache[page, at % page_size]  # B T J R + Hr
@@ -56,8 +53,7 @@ def attend_chosen(
         weights = jax.nn.softmax(scores, axis=-1).astype(rows.dtype)
         return _product("btnj,btjr->btnr", weights, rows[..., :width])
 
-    out = _by_blocks(block, q.reshape(b, t, *q.shape[1:]), indices)
-    return out.reshape(b * t, *out.shape[2:])
+    return _by_blocks(block, cache, table, q, indices)
 
 
 def select(
@@ -74,20 +70,18 @@ def select(
       table: pages [B, W].
       positions: of the tokens, [B, T].
     """
-    b, t = positions.shape
-    keys = _pages(cache, table)  # B S H
-    places = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    count = min(topk, keys.shape[1])
+    length = table.shape[1] * cache.shape[1]
+    places, count = jnp.arange(length, dtype=jnp.int32), min(topk, length)
 
-    def block(q: jax.Array, weights: jax.Array, positions: jax.Array) -> jax.Array:
-        scores = jax.nn.relu(_product("btih,bsh->btis", q, keys, jnp.float32))
+    def block(table: jax.Array, q: jax.Array, weights: jax.Array, positions: jax.Array) -> jax.Array:
+        scores = jax.nn.relu(_product("btih,bsh->btis", q, _pages(cache, table), jnp.float32))
         scores = jnp.einsum("btis,bti->bts", scores, weights, precision=jax.lax.Precision.HIGHEST)
         seen = places <= positions[:, :, None]
         best, chosen = jax.lax.top_k(jnp.where(seen, scores, -jnp.inf), count)
         return jnp.where(best > -jnp.inf, chosen.astype(jnp.int32), -1)
 
-    chosen = _by_blocks(block, q.reshape(b, t, *q.shape[1:]), weights.reshape(b, t, -1), positions)
-    return jnp.pad(chosen.reshape(b * t, count), ((0, 0), (0, topk - count)), constant_values=-1)
+    chosen = _by_blocks(block, cache, table, q, weights, positions.reshape(-1))
+    return jnp.pad(chosen, ((0, 0), (0, topk - count)), constant_values=-1)
 
 
 def _pages(cache: jax.Array, table: jax.Array) -> jax.Array:
@@ -96,14 +90,32 @@ def _pages(cache: jax.Array, table: jax.Array) -> jax.Array:
     return cache[table].reshape(b, w * cache.shape[1], *cache.shape[2:])
 
 
-def _by_blocks(run: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """run(*arrays [B, T, ...]) -> [B, T, ...], a block of T at a time where T is a whole number of blocks."""
-    b, t = arrays[0].shape[:2]
-    if t <= BLOCK or t % BLOCK:
-        return run(*arrays)
-    blocks = [jnp.moveaxis(x.reshape(b, t // BLOCK, BLOCK, *x.shape[2:]), 1, 0) for x in arrays]
-    out = jax.lax.map(lambda block: run(*block), tuple(blocks))
-    return jnp.moveaxis(out, 0, 1).reshape(b, t, *out.shape[3:])
+def _by_blocks(
+    run: Callable[..., jax.Array], cache: jax.Array, table: jax.Array, *tokens: jax.Array
+) -> jax.Array:
+    """run(table [b, W], *tokens [b, t, ...]) for blocks of rows and tokens: [B * T, ...] -> [B * T, ...].
+
+    A block has one row at least, and else so many that their contexts together stay below `CONTEXT`.
+    """
+    rows, width = table.shape
+    t = tokens[0].shape[0] // rows
+    tokens = tuple(x.reshape(rows, t, *x.shape[1:]) for x in tokens)
+    most = max(CONTEXT // (width * cache.shape[1]), 1)
+    if t <= BLOCK and rows <= most:
+        out = run(table, *tokens)
+        return out.reshape(rows * t, *out.shape[2:])
+    if t > BLOCK:  # a prompt chunk, the last block filled up
+        count, size = -(-t // BLOCK), BLOCK
+        padded = (jnp.pad(x, [(0, 0), (0, count * size - t)] + [(0, 0)] * (x.ndim - 2)) for x in tokens)
+        blocks = tuple(jnp.moveaxis(x.reshape(rows, count, size, *x.shape[2:]), 1, 0) for x in padded)
+        out = jax.lax.map(lambda block: run(table, *block), blocks)
+        out = jnp.moveaxis(out, 0, 1)
+        return out.reshape(rows, count * size, *out.shape[3:])[:, :t].reshape(rows * t, *out.shape[3:])
+    while rows % most:
+        most -= 1
+    blocks = tuple(x.reshape(rows // most, most, *x.shape[1:]) for x in (table, *tokens))
+    out = jax.lax.map(lambda block: run(*block), blocks)
+    return out.reshape(rows * t, *out.shape[3:])
 
 
 def _product(

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mtp_jax.config import EngineConfig
+from mtp_jax.engine.paged import sink_pages
 from mtp_jax.engine.state import EngineState, state_shapes, state_specs
 from mtp_jax.engine.weights import WeightLayout, Weights
 from mtp_jax.errors import InvalidValueError
@@ -157,17 +158,20 @@ def plan_memory(
     else:
         num_pages = int(free * CACHE_SHARE / page)
     # XLA indexes a cache in 32 bits; without a prefix cache, pages beyond all slots could never be used.
-    num_pages = min(num_pages, (2**31 - 1) // _elements_per_page(layout, config))
+    num_pages = min(num_pages, _most_pages(layout, config))
     if not (config.enable_prefix_caching or pages_given):
         num_pages = min(num_pages, config.max_num_seqs * request)
     return dataclasses.replace(plan, num_pages=num_pages)
 
 
-def _elements_per_page(layout: WeightLayout, config: EngineConfig) -> int:
-    """Of the largest cache."""
-    return config.page_size * max(
-        math.prod(rows.shape) for slot in layout.slot_caches for rows in slot if rows.per == "token"
+def _most_pages(layout: WeightLayout, config: EngineConfig) -> int:
+    """Pages of the largest cache that 32-bit indices reach, the sink behind them included."""
+    caches = (*layout.slot_caches, mtp_caches(layout.model))
+    row = max((math.prod(rows.shape) for slot in caches for rows in slot if rows.per == "token"), default=1)
+    sink = sink_pages(
+        config.rows_per_group * (config.num_speculative_tokens + 1) + config.prefill_chunk, config.page_size
     )
+    return (2**31 - 1) // (config.page_size * row) - sink
 
 
 def check_memory(

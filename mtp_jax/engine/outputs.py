@@ -62,7 +62,8 @@ class Completion:
 
     def note_prompt(self, position: int, logprobs: TokenLogprobs) -> None:
         """A prompt token's log-probability; a recompute after preemption tells nothing new."""
-        self._prompt_logprobs.setdefault(position, self._with_data(logprobs))
+        if not self._num_tokens:  # what is computed again has been told
+            self._prompt_logprobs.setdefault(position, self._with_data(logprobs))
 
     def _with_data(self, entry: TokenLogprobs) -> TokenLogprobs:
         data = self._tokenizer.token_text.data

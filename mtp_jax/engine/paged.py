@@ -94,15 +94,17 @@ class PagedAttention:
         scale: float,
         width: int,
         indices: jax.Array | None,
+        reused: bool,
     ) -> tuple[jax.Array, jax.Array]:
         """See `Attend`."""
         (cache,) = self._written((cache,), (row,))
         mixed = []
         for segment, rows, *chosen in self._split(q, *(() if indices is None else (indices,))):
             table, positions = segment.table, segment.positions
-            if chosen and table.shape[1] * self.page_size > chosen[0].shape[1]:
+            # Where no context is longer than what a token chooses, it has chosen all of it.
+            if chosen and (reused or table.shape[1] * self.page_size > chosen[0].shape[1]):
                 mixed.append(latent.attend_chosen(rows, cache, table, chosen[0], scale, width))
-            else:  # where no context is longer than what is chosen, all of it is
+            else:
                 mixed.append(latent.attend_all(rows, cache, table, positions, scale, width))
         return jnp.concatenate(mixed), cache
 

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from mtp_jax.engine.trees import spec_of
 from mtp_jax.engine.weights import WeightLayout, Weights
 from mtp_jax.errors import CheckpointError, InvalidValueError, UnsupportedHereError
+from mtp_jax.loading.mtp_head import MTPHead
 from mtp_jax.loading.placed_dir import MARKER, SMALL_FILES, VERSION, PlacedDir
 from mtp_jax.loading.source import WeightSource
 from mtp_jax.models.leaves import Read
@@ -22,16 +23,23 @@ _MTP_FIELDS = ("mtp", "draft_head")
 
 
 def load_weights(
-    source: WeightSource, layout: WeightLayout, read_mtp: Read | None, report: Callable[[int, int], None]
+    source: WeightSource,
+    layout: WeightLayout,
+    read_mtp: Read | None,
+    report: Callable[[int, int], None],
+    head: MTPHead | None = None,
 ) -> Weights:
     """The weights of any source: read, converted and placed, or read as they were placed before.
+
+    `head` is where `read_mtp` reads, if it is not the source.
 
     Raises:
       InvalidValueError, CheckpointError: placed arrays of another layout.
     """
     if isinstance(source, PlacedDir):
         return read_placed(source, layout, report)
-    return layout.load(source.read, read_mtp, report, source.names())
+    mtp_names = None if head is None else head.tensors.names()
+    return layout.load(source.read, read_mtp, report, source.names(), mtp_names)
 
 
 def write_placed(folder: Path, weights: Weights, layout: WeightLayout, small_files: Path) -> None:

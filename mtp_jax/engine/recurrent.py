@@ -74,8 +74,8 @@ def run_chunk(
     nothing = jnp.zeros((), jnp.float32)
     rows = Rows(
         rows.query,
-        rows.key,
-        rows.value,
+        jnp.where(real[..., None], rows.key, nothing),  # 0 times an overflown row would not be 0
+        jnp.where(real[..., None], rows.value, nothing),
         jnp.where(real, rows.log_decay, nothing),
         jnp.where(real, rows.strength, nothing),
     )

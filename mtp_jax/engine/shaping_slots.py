@@ -157,12 +157,16 @@ def check_something_is_left(
     """Raises InvalidRequestError where masks leave no token that could be sampled."""
     if not params.shapes_logits:
         return
-    allowed = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
-    field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
-    left = allowed - {word[0] for word in bad_words if len(word) == 1}
-    if not left:
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    stops = banned | set(stop_token_ids)
+    if params.allowed_token_ids is None:  # counted, for a vocabulary is large
+        field, is_left, goes_on = "bad_words", len(banned) < vocab_size, len(stops) < vocab_size
+    else:
+        allowed = set(params.allowed_token_ids)
+        field, is_left, goes_on = "allowed_token_ids", bool(allowed - banned), bool(allowed - stops)
+    if not is_left:
         raise InvalidRequestError(field, "no token left", "at least one token that is no bad word")
-    if params.min_tokens and not left - set(stop_token_ids):
+    if params.min_tokens and not goes_on:
         raise InvalidRequestError(
             field, "stop tokens only", "at least one other token while min_tokens lasts"
         )

@@ -23,7 +23,7 @@ from mtp_jax.engine.weights import WeightLayout, Weights
 from mtp_jax.models.block import LayerKind, layer_leaves
 from mtp_jax.models.layers import UNSPLIT, Around, SumOver
 from mtp_jax.models.leaves import merge
-from mtp_jax.models.registry import make_layer, make_mtp
+from mtp_jax.models.registry import layer_kinds, make_layer, make_mtp
 from sharding.mesh import TENSOR
 from sharding.placement import HEAD_AXES
 
@@ -152,7 +152,9 @@ def dividing_sizes(model: ModelConfig) -> dict[str, int]:
     sizes = {"mtp_out": model.hidden_size}
     if model.delta is not None:
         sizes["key_heads"] = model.delta.num_key_heads
-    ffn = math.gcd(model.intermediate_size, model.experts.shared_width if model.experts else 0)
+    has_dense = any(kind.ffn == "dense" for kind in layer_kinds(model))
+    widths = (model.intermediate_size if has_dense else 0, model.experts.shared_width if model.experts else 0)
+    ffn = math.gcd(*widths)
     for prefix in ("", "mtp_"):
         sizes[f"{prefix}ffn"] = ffn
         sizes[f"{prefix}heads"] = model.num_attention_heads

@@ -163,12 +163,13 @@ class WeightLayout:
         read_mtp: Read | None,
         report: Callable[[int, int], None],
         names: frozenset[str] = frozenset(),
+        mtp_names: frozenset[str] | None = None,
     ) -> Weights:
         """Reads, converts and places every weight, one leaf at a time.
 
         `read` gives a target tensor by its Hugging Face name, `read_mtp` one of the MTP module; `names` are
-        the checkpoint's, where it may store something in several ways; `report` is called with (leaves
-        done, leaves in all).
+        the checkpoint's, where it may store something in several ways, and `mtp_names` those of another file
+        with the MTP module; `report` is called with (leaves done, leaves in all).
         """
         shapes, specs = self.shapes(), self.specs()
         total, done = len(jax.tree.leaves(shapes)), 0
@@ -205,7 +206,10 @@ class WeightLayout:
         if shapes.mtp is not None and specs.mtp is not None:
             assert read_mtp is not None
             rows = zip(self.mtp_leaves, shapes.mtp, specs.mtp, strict=True)
-            mtp = tuple(place(self._mtp_reader(read_mtp, names, leaf), *of) for leaf, *of in rows)
+            mtp = tuple(
+                place(self._mtp_reader(read_mtp, names if mtp_names is None else mtp_names, leaf), *of)
+                for leaf, *of in rows
+            )
         report(total, total)
         return Weights(tuple(trunk), embedding, lm_head, final_norm, mtp, draft_head)
 
@@ -220,7 +224,8 @@ class WeightLayout:
             layer, kind = self.plan.layer_at(slot, stage), kinds[stage]
             if layer is None or kind is None or not has[kind]:  # weights that are never read
                 cuts = zip(index[1:], leaf.shape, strict=True)
-                return np.zeros((1, *(len(range(*cut.indices(size))) for cut, size in cuts)))
+                shape = (1, *(len(range(*cut.indices(size))) for cut, size in cuts))
+                return np.broadcast_to(np.zeros((), leaf.dtype or self.dtype), shape)
             return reader.part(layer_prefix(layer), index[1:])[None]
 
         return read_stage

@@ -19,6 +19,7 @@ _LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 _INDEXED = ("deepseek_v32", "glm_moe_dsa")
 _EXPERTS = (*_LATENT, "glm4_moe")
 _DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+_OUTER = ("model_type", "tie_word_embeddings")  # where parts for images are beside the text's
 _PARTIAL = {"glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5": 0.25, "qwen3_5_moe": 0.25}  # rotated, by default
 
 
@@ -36,16 +37,18 @@ def config_from_directory(directory: Path) -> ModelConfig:
         raise fields.fail("model_type", "one of " + ", ".join(FAMILIES))
     if "text_config" in fields.values:  # beside it are the parts for images
         inner = fields.mapping("text_config")
-        fields = Fields(inner.where, dict(inner.values) | {"model_type": model_type})
+        outer = {key: fields.values[key] for key in _OUTER if key in fields.values}
+        fields = Fields(inner.where, dict(inner.values) | outer)
     _refuse_features(fields)
     heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.fail("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-    if fields.values.get("head_dim") is None and width % heads:
+    grouped = model_type not in _LATENT  # the others have no use for head_dim, whatever it says
+    if grouped and fields.values.get("head_dim") is None and width % heads:
         raise fields.fail("hidden_size", f"a multiple of num_attention_heads, {heads}, or a head_dim")
-    head_dim = fields.integer("head_dim", width // heads)
-    if head_dim % 2:
+    head_dim = fields.integer("head_dim", max(width // heads, 1))
+    if grouped and head_dim % 2:
         raise fields.fail("head_dim", "an even number")
     layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     latent = latent_config(fields) if model_type in _LATENT else None
@@ -79,9 +82,15 @@ def config_from_directory(directory: Path) -> ModelConfig:
 
 def _mtp_modules(fields: Fields) -> int:
     """MTP modules; Qwen3-Next does not say, and its weights decide (see `SafetensorsDir`)."""
-    model_type = fields.values["model_type"]
-    key = "num_nextn_predict_layers" if model_type not in _DELTA else "mtp_num_hidden_layers"
-    return fields.integer(key, 1 if model_type == "qwen3_next" else 0, least=0, most=MAX_LAYERS)
+    model_type = str(fields.values["model_type"])
+    return fields.integer(
+        mtp_count_field(model_type), 1 if model_type == "qwen3_next" else 0, least=0, most=MAX_LAYERS
+    )
+
+
+def mtp_count_field(model_type: str) -> str:
+    """Where config.json says how many MTP modules there are."""
+    return "mtp_num_hidden_layers" if model_type in _DELTA else "num_nextn_predict_layers"
 
 
 def _experts(fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -102,6 +111,8 @@ def _refuse_features(fields: Fields) -> None:
         fields.must_be("use_qk_norm", (False, None))
     if model_type in _DELTA:
         fields.must_be("attn_output_gate", (True, None))
+        fields.must_be("output_gate_type", ("swish", "silu", None))
+        fields.must_be("attention_bias", (False, None))
         fields.must_be("mtp_use_dedicated_embeddings", (False, None))
     if model_type == "llama" or model_type in _LATENT:
         fields.must_be("attention_bias", (False, None))  # Llama's would bias the output projection too

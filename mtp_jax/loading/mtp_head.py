@@ -58,7 +58,7 @@ def open_mtp_head(path: Path, config: ModelConfig) -> MTPHead:
     shapes = tensors.shapes
     ids_name = mtp_prefix(config) + DRAFT_VOCAB_IDS
     ids_shape = shapes.pop(ids_name, None)
-    check_shapes(path.name, mtp_tensors(config), shapes)
+    check_shapes(path.name, mtp_tensors(config, tensors.names()), shapes)
     for name in sorted(shapes):
         if tensors.dtype(name) not in PLAIN:
             legal = "float32, float16 or bfloat16"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mtp_jax.errors import CheckpointError
 from mtp_jax.loading.formats import format_of
-from mtp_jax.loading.hf_config import config_from_directory
+from mtp_jax.loading.hf_config import config_from_directory, mtp_count_field
 from mtp_jax.loading.hf_fields import read_json
 from mtp_jax.loading.names import canonical_name
 from mtp_jax.loading.quantised import RESULT, LogicalTensors
@@ -88,7 +88,7 @@ class SafetensorsDir(LogicalTensors):
         stored = any(name.startswith(prefix) for name in self.names())
         if stored and not modules:
             legal = f"1, for there is an MTP module ({prefix}*) among the weights"
-            raise CheckpointError("config.json: num_nextn_predict_layers", modules, legal)
+            raise CheckpointError(f"config.json: {mtp_count_field(self.config.model_type)}", modules, legal)
         if modules and not stored:
             log.warning("%s has no MTP weights (%s*), though config.json says so", self.directory, prefix)
             self.config = dataclasses.replace(self.config, num_nextn_predict_layers=0)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mtp_jax.config import ExpertsConfig, ModelConfig
-from mtp_jax.models.layers import Around, linear, norm_swiglu, project_add, rms_norm
+from mtp_jax.models.layers import Around, linear, norm_swiglu, product, project_add, rms_norm
 from mtp_jax.models.leaves import Leaf, Make, halves, norm, plain, whole
 
+FEW_ROWS = 64  # up to these, all experts work on all tokens: `ragged_dot` on a GPU copies all their weights
 # x [rows, in] times weight [expert, out, in], for rows sorted by expert.
 _BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -149,6 +150,8 @@ def experts_ffn(
     """
     e, _, f, d = gate_up.shape
     m, j = chosen.shape
+    if m <= FEW_ROWS:
+        return _all_experts(x, chosen, weights, gate_up, down)
     flat = jnp.where((chosen >= 0) & (chosen < e), chosen, e).reshape(-1)
     order = jnp.argsort(flat, stable=True)  # choices by expert, other devices' last
     counts = jnp.sum(flat[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32)
@@ -162,6 +165,22 @@ def experts_ffn(
     # Back in the order of choices, so that each token's sum has one order whatever else is in the batch.
     back = jnp.zeros_like(order).at[order].set(jnp.arange(m * j), unique_indices=True)
     return jnp.sum(out[back].reshape(m, j, d), axis=1)
+
+
+def _all_experts(
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """As `experts_ffn`, by every expert for every token: their weights are read once, and never copied.
+
+    A few tokens choose most experts among them, and the products cost less than reading the weights.
+    """
+    places = chosen[:, :, None] == jnp.arange(gate_up.shape[0])  # M J E
+    shares = jnp.sum(jnp.where(places, weights[:, :, None], 0.0), axis=1)  # M E
+    act = product("md,ehfd->mehf", x, gate_up)
+    act = jax.nn.silu(act[:, :, 0]) * act[:, :, 1]
+    out = product("mef,edf->med", act, down).astype(jnp.float32)
+    # A choice of nobody weighs nothing, whatever its expert makes of a token that it never saw in training.
+    return jnp.sum(jnp.where(shares[:, :, None] > 0, out * shares[:, :, None], 0.0), axis=1)
 
 
 def _gate_up(path: str, prefix: str, f: int, d: int) -> Leaf:

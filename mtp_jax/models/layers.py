@@ -68,11 +68,13 @@ class Attend(Protocol):
         scale: float,
         width: int,
         indices: jax.Array | None,
+        reused: bool,
     ) -> tuple[jax.Array, jax.Array]:
         """Multi-query attention over latent rows, whose first R = `width` features are also the values.
 
         Takes q [M, N, R + Hr], the tokens' own rows [M, R + Hr], the cache [P, page, R + Hr] and, where
-        attention is sparse, positions [M, J] (-1: none); returns ([M, N, R], the new cache).
+        attention is sparse, positions [M, J] (-1: none) of these tokens or, `reused`, of another one;
+        returns ([M, N, R], the new cache).
         """
         ...
 

@@ -77,7 +77,9 @@ class LatentAttention(nnx.Module):
         )
         absorbed = product("mnh,nhr->mnr", q[:, :, : latent.nope_dim], self.k_up[...])
         query = jnp.concatenate([absorbed, apply_rope(q[:, :, latent.nope_dim :], around.rope)], axis=2)
-        mixed, rows_cache = around.attend.latent(query, row, rows_cache, self.scale, latent.kv_rank, indices)
+        mixed, rows_cache = around.attend.latent(
+            query, row, rows_cache, self.scale, latent.kv_rank, indices, around.reuse_indices
+        )
         mixed = product("mnr,nhr->mnh", mixed, self.v_up[...])
         mixed, o = mixed.reshape(x.shape[0], -1), self.o[...].reshape(x.shape[1], -1)
         x = project_add(mixed, o, x, around.sum_attention, around.kernels)

@@ -171,5 +171,6 @@ def install_error_handlers(app: FastAPI) -> None:
     async def _known(request: Request, error: Exception) -> Response:
         return as_api_error(error).response(request.url.path)
 
-    for kind in (ApiError, InvalidValueError, EngineDeadError, ServerStoppingError, OverloadedError):
+    known = (ApiError, InvalidValueError, EngineDeadError, ServerStoppingError, OverloadedError)
+    for kind in (*known, RequestTimeoutError, SlowClientError):
         app.add_exception_handler(kind, _known)

@@ -1,5 +1,6 @@
 """One call from its submission to its last byte, in whatever protocol the client speaks."""
 
+import asyncio
 import json
 import logging
 import time
@@ -50,12 +51,16 @@ class Exchange:
             self._close()
         if answer is None:
             return Response(status_code=CLIENT_GONE)
-        return Response(json.dumps(answer, ensure_ascii=False), media_type="application/json")
+        return Response(answer, media_type="application/json")
 
-    async def _collect(self) -> dict:
+    async def _collect(self) -> str:
         async for index, output in self._submission:
             self._tally.add(index, output)
-        return self._narrator.whole(self._tally)
+        # Megabytes, with log-probabilities: in a thread, for others wait in this one.
+        return await asyncio.to_thread(self._written)
+
+    def _written(self) -> str:
+        return json.dumps(self._narrator.whole(self._tally), ensure_ascii=False)
 
     async def _events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error on the way is told at the end."""

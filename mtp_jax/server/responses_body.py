@@ -158,6 +158,9 @@ class ResponsesBody(Body):
             return [*messages, {"role": "user", "content": self.input}]
         for item in self.input:
             _add(messages, item)
+        for message in messages:
+            if message.get("content") is None and "tool_calls" not in message:
+                message["content"] = ""  # a turn that was cut off while it reasoned
         return messages
 
 

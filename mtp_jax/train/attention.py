@@ -44,6 +44,7 @@ class _GroupedOnly:
         scale: float,
         width: int,
         indices: jax.Array | None,
+        reused: bool,
     ) -> tuple[jax.Array, jax.Array]:
         """See `Attend`."""
         raise UnsupportedHereError("training of models with latent attention is not supported yet")

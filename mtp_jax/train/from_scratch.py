@@ -17,7 +17,7 @@ from mtp_jax.loading.hf_config import config_from_directory
 from mtp_jax.loading.hf_fields import read_json
 from mtp_jax.models.block import layer_leaves
 from mtp_jax.models.leaves import Leaf, tensors_of
-from mtp_jax.models.registry import EMBEDDING, FINAL_NORM, LM_HEAD, check_supported, layer_prefix
+from mtp_jax.models.registry import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from mtp_jax.text.from_hf import tokenizer_from_directory
 from mtp_jax.train.arguments import TrainOptions
 from mtp_jax.train.attention import best_implementation
@@ -28,7 +28,7 @@ from mtp_jax.train.joint import Joint, JointLoss
 from mtp_jax.train.launch import finish, make_setting, remember
 from mtp_jax.train.text import data_folder
 from mtp_jax.train.trainer import Outcome, Run
-from mtp_jax.train.trunk import Target, layer_runs
+from mtp_jax.train.trunk import Target, check_trainable, layer_runs
 
 MODEL_FOLDER = "model"
 _TOKENIZER_FILES = (
@@ -48,7 +48,7 @@ def train_from_scratch(options: TrainOptions) -> Outcome:
     """
     folder = config_folder(options)
     config = dataclasses.replace(config_from_directory(folder), num_nextn_predict_layers=1)
-    check_supported(config)
+    check_trainable(config)
     if options.text:
         write_corpus(options, folder)
     corpus = Corpus.open(data_folder(options))
@@ -122,7 +122,9 @@ def initial_joint(config: ModelConfig, seed: int) -> Joint:
 
     def stack(leaf: Leaf, count: int) -> jnp.ndarray:
         values = np.stack([random_leaf(leaf, rng) for _ in range(count)])
-        return jnp.asarray(values * (depth if leaf.path[-1] in ("o", "down") else np.float32(1)))
+        return jnp.asarray(
+            values * (depth if leaf.path[-1] in ("o", "down", "shared_down") else np.float32(1))
+        )
 
     layers = tuple(
         {leaf.name: stack(leaf, len(run)) for leaf in layer_leaves(config, kind)}

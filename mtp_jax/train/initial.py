@@ -38,7 +38,7 @@ def initial_params(
         d = config.hidden_size
         size = stream_size(config, target, rows)
         for name, stacked in target.layers[-1].items():
-            scale = size if name.endswith((".o", ".down")) else 1.0
+            scale = size if name.endswith((".o", ".down", ".shared_down")) else 1.0
             params[f"layer.{name}"] = stacked[-1].astype(jnp.float32) / jnp.float32(scale)
         norm = np.asarray(target.final_norm).astype(np.float32)
         params["final_norm"] = jnp.asarray(norm)

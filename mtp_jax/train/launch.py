@@ -15,7 +15,6 @@ from mtp_jax import __version__
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.loading import WeightSource, default_model_path, resolve_model
 from mtp_jax.loading.fingerprint import target_fingerprint
-from mtp_jax.models.registry import check_supported
 from mtp_jax.progress import PhaseBars
 from mtp_jax.server.arguments import flag_of
 from mtp_jax.train.arguments import TrainOptions
@@ -31,7 +30,7 @@ from mtp_jax.train.packing import Packer
 from mtp_jax.train.step import replicated
 from mtp_jax.train.text import data_folder
 from mtp_jax.train.trainer import Outcome, Run, RunPlan, arrays_of
-from mtp_jax.train.trunk import Packed, Target, read_target
+from mtp_jax.train.trunk import Packed, Target, check_trainable, read_target
 from mtp_jax.train.unroll import Params
 from sharding.mesh import make_mesh
 
@@ -75,7 +74,7 @@ def train_head(options: TrainOptions) -> Outcome:
       InvalidValueError: an option or a file that cannot work, with its name.
     """
     source = resolve_model(options.model)
-    check_supported(source.config)
+    check_trainable(source.config)
     corpus = Corpus.open(data_folder(options))
     check_text(corpus, source)
     train, held_out = corpus.split(options.held_out_samples, options.seed)

@@ -8,10 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.config import ModelConfig
+from mtp_jax.errors import UnsupportedHereError
 from mtp_jax.models.block import LayerKind, layer_caches, layer_leaves
 from mtp_jax.models.layers import Around, rms_norm, rope_tables
 from mtp_jax.models.leaves import Read, merge
-from mtp_jax.models.registry import EMBEDDING, FINAL_NORM, LM_HEAD, layer_kinds, layer_prefix, make_layer
+from mtp_jax.models.registry import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    check_supported,
+    layer_kinds,
+    layer_prefix,
+    make_layer,
+)
 from mtp_jax.train.attention import Implementation, PackedAttention, causal_mask, empty_cache
 
 
@@ -43,6 +52,14 @@ class Packed:
     greedy: jax.Array  # bool: its sample was written greedily
 
 
+def check_trainable(config: ModelConfig) -> None:
+    """Raises InvalidValueError or UnsupportedHereError where the trainer cannot run the model."""
+    check_supported(config)
+    others = {kind.attention for kind in layer_kinds(config)} - {"grouped"}
+    if others:
+        raise UnsupportedHereError(f"training of models with {others.pop()} attention is not supported yet")
+
+
 def layer_runs(config: ModelConfig) -> tuple[tuple[LayerKind, range], ...]:
     """Runs of consecutive layers of one kind, and which layers they are."""
     runs: list[tuple[LayerKind, range]] = []
@@ -62,15 +79,17 @@ def read_target(
     `report` is called with (layers done, layers in all).
     """
 
-    def array(values: np.ndarray) -> np.ndarray:
-        return np.asarray(values).astype(dtype)
+    def array(values: np.ndarray, own: jnp.dtype | None = None) -> np.ndarray:
+        return np.asarray(values).astype(own or dtype)
 
     runs: list[dict[str, np.ndarray]] = []
     for kind, layers in layer_runs(config):
         rows: list[dict[str, np.ndarray]] = []
         for layer in layers:
             leaves = layer_leaves(config, kind)
-            rows.append({leaf.name: array(leaf.read(read, layer_prefix(layer))) for leaf in leaves})
+            rows.append(
+                {leaf.name: array(leaf.read(read, layer_prefix(layer)), leaf.dtype) for leaf in leaves}
+            )
             report(layer + 1, config.num_hidden_layers)
         runs.append({name: np.stack([row[name] for row in rows]) for name in rows[0]})
     whole = Target(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_jax.engine.outputs import Completion
-from mtp_jax.request import EngineRequest, RequestOutput, SamplingParams
+from mtp_jax.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 from mtp_jax.scheduler.plan import TokenUpdate
 from mtp_jax.text.from_hf import tokenizer_from_directory
 from mtp_jax.text.tokenizer import Tokenizer
@@ -115,3 +115,15 @@ def test_any_split_marks_the_same_characters(text: str, rounds: list[int], stops
     assert text.startswith(whole)
     ends = [len(text[: index + 1].encode()) - 1 for index in range(len(whole))]
     assert told == [by_byte[end] for end in ends]
+
+
+def test_a_recomputed_prompt_is_told_once() -> None:
+    """After preemption the same positions come again, and those of the completion with them."""
+    output = completion()
+    output.note_prompt(1, TokenLogprobs(66, -0.5))
+    first = push(output, bytes_of("a"), 0)
+    output.note_prompt(1, TokenLogprobs(66, -0.5))
+    output.note_prompt(2, TokenLogprobs(97, -0.25))
+    later = push(output, bytes_of("b"), 0)
+    assert [entry.token_id for entry in first.prompt_logprobs] == [66]
+    assert not later.prompt_logprobs

@@ -113,6 +113,11 @@ def tiny_checkpoint(name: str) -> WeightSource:
 # Another order of fp32 sums gives up to 2e-5 on these logits; the smallest mistake that the oracle's scripts
 # try (a norm's eps of 1e-5 for 1e-6) gives 4e-4.
 FAMILY_TOLERANCE = 2e-4
+# Position 55 of this one is badly conditioned: one ulp in the embedding alone moves its logits by 8e-5, six
+# times as much as others (0.8 to 1.2e-5), and its prefill and its decoding differ by 1.5e-4. So that no other
+# position hides behind it, the median over positions is held as well, for all families.
+BADLY_CONDITIONED = {"tiny_qwen3_5_moe": 1e-3}
+MEDIAN_TOLERANCE = 5e-5
 FAMILIES = ("tiny_deepseek_v3", "tiny_deepseek_v32", "tiny_glm_moe_dsa", "tiny_glm4_moe")
 FAMILIES += ("tiny_qwen3_next", "tiny_qwen3_5", "tiny_qwen3_5_moe")
 LOGITS = [("tiny_qwen2", 1), ("tiny_llama3", 2), ("tiny_mimo", 2)]
@@ -151,9 +156,12 @@ def check_tiny_logits(name: str, stages: int, **layout: Value) -> None:
     vocab = stored["logits"].shape[1]
     prefilled = tap.prompt_logits(1, len(ids))[:, :vocab]
     decoded = np.stack([tap.rows[2, p].logits[0, :vocab] for p in range(len(ids) - 1)])
-    errors = [np.abs(prefilled - stored["logits"]).max(), np.abs(decoded - stored["logits"][:-1]).max()]
+    pairs = ((prefilled, stored["logits"]), (decoded, stored["logits"][:-1]))
+    by_position = [np.abs(got - wanted).max(axis=1) for got, wanted in pairs]
+    errors = [float(error.max()) for error in by_position]
     print(name, stages, "prefill and decode:", [f"{error:.1e}" for error in errors])
-    assert max(errors) < FAMILY_TOLERANCE
+    assert max(errors) < BADLY_CONDITIONED.get(name, FAMILY_TOLERANCE)
+    assert max(float(np.median(error)) for error in by_position) < MEDIAN_TOLERANCE
 
 
 def slots_after_each_step(

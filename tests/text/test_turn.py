@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -304,3 +305,16 @@ def test_a_turn_that_was_begun_for_the_model_can_be_finished(tools: str, name: s
 def test_choice(model_type: str, template: str | None, thinks: str | None, tools: str | None) -> None:
     assert reasoning_parser(model_type, template) == thinks
     assert tool_call_parser(model_type, template) == tools
+
+
+def test_an_answer_in_json_is_no_call() -> None:
+    text = '{"name": "Bob", "age": 3}'
+    assert parse(text, tools="json") == [Content(text)]
+
+
+def test_a_call_of_white_space_takes_the_time_of_its_length() -> None:
+    """A pattern that tries every split of it would take hours."""
+    text = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>" + "\n" * 50_000 + "<｜tool▁call▁end｜>"
+    started = time.perf_counter()
+    parse(text, tools="deepseek_v3")
+    assert time.perf_counter() - started < 5

@@ -100,15 +100,15 @@ GLM = Format(
 )
 
 _SEPARATOR = "<｜tool▁sep｜>"
-_FENCED = re.compile(r"\s*(.*?)\s*```(?:json)?\s*\n(.*)\n\s*```\s*", re.DOTALL)
 
 
 def _read_deepseek(text: str, schemas: Schemas) -> Call | None:
     """`function SEP name, fenced JSON` of V3 and R1, or `name SEP JSON` of V3.1."""
     name, found, arguments = text.partition(_SEPARATOR)
-    fenced = _FENCED.fullmatch(arguments)
-    if fenced is not None:
-        name, arguments = fenced[1], fenced[2]
+    before, fence, inside = arguments.strip().partition("```")  # no regex: its time must be that of the text
+    inside = inside.removeprefix("json").strip()
+    if fence and inside.endswith("```"):
+        name, arguments = before.strip(), inside.removesuffix("```").strip()
     return make_call(name, arguments) if found else None
 
 

@@ -66,9 +66,9 @@ def make_call(name: object, arguments: object) -> Call | None:
 
 def call_from_object(value: object) -> Call | None:
     """A call from `{"name": ..., "arguments": {...}}`; `parameters` is another word for arguments."""
-    if not isinstance(value, dict):
-        return None
-    return make_call(value.get("name"), value.get("arguments", value.get("parameters", {})))
+    if not isinstance(value, dict) or not {"arguments", "parameters"} & value.keys():
+        return None  # an answer in JSON may have a name as well
+    return make_call(value.get("name"), value.get("arguments", value.get("parameters")))
 
 
 def typed(text: str, name: str, key: str, schemas: Schemas) -> object:
