@@ -83,13 +83,10 @@ class Gate:
 
     def _has_key(self, headers: Headers) -> bool:
         """Whether the key was sent, as a bearer's or in Anthropic's header."""
-        if self._key is None:
-            return True
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        given = headers.get("x-api-key", "") if scheme.lower() != "bearer" else bearer.strip()
         # Digests, so that neither the key's length nor its beginning shows in the time.
-        same = [hmac.compare_digest(_digest(one.encode("latin-1")), self._key) for one in given]
-        return any(same)
+        return self._key is None or hmac.compare_digest(_digest(given.encode("latin-1")), self._key)
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         if (too_large := self._too_large_head(headers)) is not None:
