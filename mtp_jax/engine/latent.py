@@ -9,6 +9,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from mtp_jax.models.layers import product
+
 MASKED = -1e30  # score of a position that is not seen
 BLOCK = 16  # tokens of a row that are worked on at once
 CONTEXT = 65536  # positions of all rows that are worked on at once
@@ -31,9 +33,9 @@ def attend_all(
     def block(table: jax.Array, q: jax.Array, positions: jax.Array) -> jax.Array:
         rows = _pages(cache, table)  # B S R + Hr
         seen = jnp.arange(rows.shape[1]) <= positions[:, :, None]  # B T S
-        scores = _product("btnr,bsr->btns", q, rows, jnp.float32) * scale
+        scores = product("btnr,bsr->btns", q, rows, out_dtype=jnp.float32) * scale
         weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, MASKED), axis=-1).astype(rows.dtype)
-        return _product("btns,bsr->btnr", weights, rows[..., :width])
+        return product("btns,bsr->btnr", weights, rows[..., :width])
 
     return _by_blocks(block, cache, table, q, positions.reshape(-1))
 
@@ -48,10 +50,10 @@ def attend_chosen(
         at = jnp.maximum(indices, 0)
         page = jnp.take_along_axis(table[:, None], at // page_size, axis=2)
         rows = cache[page, at % page_size]  # B T J R + Hr
-        scores = _product("btnr,btjr->btnj", q, rows, jnp.float32) * scale
+        scores = product("btnr,btjr->btnj", q, rows, out_dtype=jnp.float32) * scale
         scores = jnp.where((indices >= 0)[:, :, None], scores, MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(rows.dtype)
-        return _product("btnj,btjr->btnr", weights, rows[..., :width])
+        return product("btnj,btjr->btnr", weights, rows[..., :width])
 
     return _by_blocks(block, cache, table, q, indices)
 
@@ -74,7 +76,7 @@ def select(
     places, count = jnp.arange(length, dtype=jnp.int32), min(topk, length)
 
     def block(table: jax.Array, q: jax.Array, weights: jax.Array, positions: jax.Array) -> jax.Array:
-        scores = jax.nn.relu(_product("btih,bsh->btis", q, _pages(cache, table), jnp.float32))
+        scores = jax.nn.relu(product("btih,bsh->btis", q, _pages(cache, table), out_dtype=jnp.float32))
         scores = jnp.einsum("btis,bti->bts", scores, weights, precision=jax.lax.Precision.HIGHEST)
         seen = places <= positions[:, :, None]
         best, chosen = jax.lax.top_k(jnp.where(seen, scores, -jnp.inf), count)
@@ -116,10 +118,3 @@ def _by_blocks(
     blocks = tuple(x.reshape(rows // most, most, *x.shape[1:]) for x in (table, *tokens))
     out = jax.lax.map(lambda block: run(*block), blocks)
     return out.reshape(rows * t, *out.shape[3:])
-
-
-def _product(
-    equation: str, one: jax.Array, two: jax.Array, out_dtype: jax.typing.DTypeLike | None = None
-) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else None
-    return jnp.einsum(equation, one, two, precision=precision, preferred_element_type=out_dtype)

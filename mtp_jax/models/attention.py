@@ -1,7 +1,5 @@
 """Grouped-query attention as a pre-norm block: Llama, Qwen2, MiMo, GLM-4.5, Qwen3-Next, Qwen3.5."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,7 +86,7 @@ class GroupedAttention(nnx.Module):
     def caches(config: ModelConfig) -> tuple[CacheRows, ...]:
         """Keys and values."""
         rows = CacheRows((config.num_key_value_heads, config.head_dim), ("kv_heads", None))
-        return rows, dataclasses.replace(rows)
+        return rows, rows
 
 
 def _qkv_leaf(path: str, kind: str, config: ModelConfig, tail: tuple[int, ...]) -> Leaf:

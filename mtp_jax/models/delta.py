@@ -10,7 +10,7 @@ from flax import nnx
 from mtp_jax.config import DeltaConfig, ModelConfig
 from mtp_jax.models.delta_net import DeltaHeads, gated_rms_norm, interleaved_rows
 from mtp_jax.models.layers import Around, Cache, CacheRows, linear, project_add, rms_norm
-from mtp_jax.models.leaves import Leaf, Make, Shape, Stored, norm, plain, reordered
+from mtp_jax.models.leaves import Leaf, Make, Shape, Stored, norm, plain, reordered, whole
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -166,24 +166,19 @@ def _packed(config: ModelConfig) -> dict[str, tuple[Stored, ...]]:
     qkvz, ba = "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"
     return {
         "qkv": (apart, _rows_of(qkvz, qkvz_shape, qkv)),
-        "z": (_whole("z", (i * j * y, d)), _rows_of(qkvz, qkvz_shape, z)),
-        "b": (_whole("b", (i * j, d)), _rows_of(ba, ba_shape, b)),
-        "a": (_whole("a", (i * j, d)), _rows_of(ba, ba_shape, a)),
+        "z": (whole("linear_attn.in_proj_z.weight", (i * j * y, d)), _rows_of(qkvz, qkvz_shape, z)),
+        "b": (whole("linear_attn.in_proj_b.weight", (i * j, d)), _rows_of(ba, ba_shape, b)),
+        "a": (whole("linear_attn.in_proj_a.weight", (i * j, d)), _rows_of(ba, ba_shape, a)),
     }
-
-
-def _whole(name: str, shape: Shape) -> Stored:
-    stored = ((f"linear_attn.in_proj_{name}.weight", shape),)
-    return Stored(stored, lambda parts: parts[0], lambda array: [array])
 
 
 def _rows_of(name: str, shape: Shape, rows: np.ndarray) -> Stored:
     """Some rows of a tensor that other leaves share."""
 
     def part(array: np.ndarray) -> list[np.ndarray]:
-        whole = np.zeros(shape, array.dtype)
-        whole[rows] = array.reshape(-1, shape[1])
-        return [whole]
+        shared = np.zeros(shape, array.dtype)
+        shared[rows] = array.reshape(-1, shape[1])
+        return [shared]
 
     return Stored(((name, shape),), lambda parts: parts[0][rows], part)
 

@@ -98,13 +98,6 @@ def interleaved_rows(groups: int, widths: Sequence[int]) -> tuple[np.ndarray, ..
 # Norms and gates
 
 
-def zero_centred_rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis times (1 + weight), all of it in fp32, in x's dtype."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * (1 + weight.astype(jnp.float32))).astype(x.dtype)
-
-
 def gated_rms_norm(
     x: jax.Array,
     gate: jax.Array,

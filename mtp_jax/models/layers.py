@@ -161,10 +161,10 @@ def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) 
     return out.reshape(x.shape[0], *weight.shape[:-1])
 
 
-def product(equation: str, *operands: jax.Array) -> jax.Array:
-    """An einsum, fp32 in full precision on every platform."""
+def product(equation: str, *operands: jax.Array, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """An einsum, fp32 in full precision on every platform; `out_dtype` keeps more of the sums."""
     precision = jax.lax.Precision.HIGHEST if operands[0].dtype == jnp.float32 else None
-    return jnp.einsum(equation, *operands, precision=precision)
+    return jnp.einsum(equation, *operands, precision=precision, preferred_element_type=out_dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtp_jax.models import delta_net
 from mtp_jax.models.delta_net import Changes, DeltaHeads, Journal, Rows
-from mtp_jax.models.layers import linear
+from mtp_jax.models.layers import linear, rms_norm
 from tests.oracle import qwen_mtp
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -26,7 +26,7 @@ chunked = jax.jit(delta_net.delta_rule_chunked)
 replay = jax.jit(delta_net.replay)
 convolve = jax.jit(delta_net.causal_conv, static_argnums=3)
 advance = jax.jit(delta_net.advance_window)
-centred = jax.jit(delta_net.zero_centred_rms_norm, static_argnums=2)
+centred = jax.jit(lambda x, weight, eps: rms_norm(x, 1 + weight, eps), static_argnums=2)
 rows_of = jax.jit(delta_net.recurrence_rows, static_argnums=5)
 
 
