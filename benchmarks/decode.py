@@ -11,7 +11,9 @@ Columns: `decode tok/s` is from the moment when all requests have their first to
 the first of them finishes; `ms/round` and `rounds/dispatch` are of the same time. `whole tok/s` is from the
 first request's arrival to the last one's end. `accepted` is tokens a round and request, bonus token included;
 `host ms` the host's work around one dispatch, waiting for the device excluded; `compile s` what this batch
-size added (the first one includes what the engine compiles at its start).
+size added (the first one includes what the engine compiles at its start). `floor` is the share of a round
+that one read of its weights takes at --bandwidth (the MTP module and its head once a draft; dense models).
+With --profile, `busy` is the share of the middle of one more run in which the GPU ran something.
 """
 
 import argparse
@@ -27,8 +29,9 @@ from pathlib import Path
 import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.device_profile import busy_us, profile
 from mtp_jax.bench.circumstances import circumstances, load_average
-from mtp_jax.engine.build import EngineOptions, construct, draw_blueprint
+from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_blueprint
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.prepare import CACHE_OFF, prepare_jax
 from mtp_jax.engine.stats import EngineStats
@@ -48,6 +51,8 @@ COLUMNS = (
     ("accepted", "acceptance_length", ".3f"),
     ("host ms", "host_ms_per_dispatch", ".3f"),
     ("rounds/dispatch", "rounds_per_dispatch", ".2f"),
+    ("floor", "share_of_floor", ".0%"),
+    ("busy", "device_busy", ".1%"),
     ("whole tok/s", "whole_tokens_per_s", ".1f"),
     ("compile s", "compile_s", ".1f"),
 )
@@ -190,6 +195,25 @@ def measure(driver: Driver, batch: int, work: Workload) -> list[Run]:
     return sorted(runs, key=lambda run: run.end.time - run.start.time)
 
 
+def round_bytes(blueprint: Blueprint, k: int) -> int | None:
+    """Weights that a round reads; None for models with experts, where it depends on their choice."""
+    if blueprint.model.experts is not None:
+        return None
+    parts = blueprint.memory.parts
+    head = parts.embedding  # an LM head of its own is as large
+    ids = blueprint.program.layout.draft_vocab or blueprint.model.vocab_size
+    return parts.trunk + head + k * (parts.mtp + head * ids // blueprint.model.vocab_size)
+
+
+def device_busy(driver: Driver, batch: int, work: Workload) -> float | None:
+    """Share of the middle half of a run in which the GPU ran something; None where it tells nothing."""
+    kernels = profile(lambda: driver.run(batch, work))
+    if not kernels:
+        return None
+    begin, end = (kernels[len(kernels) * quarter // 4].start_us for quarter in (1, 3))
+    return busy_us(kernels, begin, end) / (end - begin)
+
+
 def table(rows: Sequence[dict]) -> str:
     """The results as one Markdown table."""
     lines = ["| " + " | ".join(title for title, _, _ in COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
@@ -232,6 +256,9 @@ def benchmark(args: argparse.Namespace, k: int, max_rounds: int | None) -> list[
         row |= {"stages": args.stages, "dtype": engine.config.dtype, "prompt": args.prompt, "new": args.new}
         row["xla_layers"] = args.xla_layers
         row |= runs[0].figures() | {"compile_s": driver.compile_seconds - compiled}
+        floor, ms = round_bytes(blueprint, k), row["ms_per_round"]
+        row["share_of_floor"] = floor / args.bandwidth / 1e9 / ms if floor and ms else None
+        row["device_busy"] = device_busy(driver, batch, work) if args.profile else None
         figures = [run.figures() for run in runs]
         row |= {f"{name}_of_all_runs": [each[name] for each in figures] for name in EVERY_RUN}
         row["circumstances"] = [*described_machine(), load_average()]
@@ -287,6 +314,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--xla-layers", action="store_true", help="decode without pallas_kernels/few_rows"
                         " and decode_attention: what they bring")  # fmt: skip
     parser.add_argument("--compile-cache", default=CACHE_OFF, help="folder for compiled programs")
+    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of the device, for `floor`")
+    parser.add_argument("--profile", action="store_true", help="find how busy the GPU is, in one more run")
     parser.add_argument("--json", type=Path, help="file to append one line a result to")
     return parser.parse_args(argv)
 

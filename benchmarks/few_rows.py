@@ -19,7 +19,6 @@ import functools
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.device_profile import profile
 from mtp_jax.bench.circumstances import circumstances
 from mtp_jax.engine import paged
 from mtp_jax.engine.paged import PagedAttention, Segment
@@ -212,16 +212,8 @@ def error_of(form: Form, op: str, layer: Layer, rows: int) -> float:
 
 def kernel_times(run: Callable[[], object]) -> tuple[float, int]:
     """(us, number) of all kernels of one call, by the profiler."""
-    total, count = 0.0, 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        for path in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                for line in plane.lines if plane.name.startswith("/device:GPU") else ():
-                    for event in line.events if line.name.startswith("Stream") else ():
-                        total, count = total + event.duration_ns / 1e3, count + 1
-    return total, count
+    kernels = profile(run)
+    return sum(kernel.us for kernel in kernels), len(kernels)
 
 
 def measure(form: Form, op: str, layer: Layer, rows: int, arguments: argparse.Namespace) -> list[float]:

@@ -22,7 +22,6 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.device_profile import profile
 from mtp_jax.bench.circumstances import circumstances
 from mtp_jax.engine.paged import Segment, _attend
 from pallas_kernels.paged_attention import mosaic_gpu, reference
@@ -151,15 +151,9 @@ def measure(run: Attention, inputs: Inputs, turns: int) -> float:
 def kernel_times(run: Attention, inputs: Inputs, turns: int) -> dict[str, float]:
     """us of every kernel, for one attention, by the profiler: launches and gaps left out."""
     total = collections.Counter[str]()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run(*inputs))
-        for path in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                for line in plane.lines if plane.name.startswith("/device:GPU") else ():
-                    for event in line.events if line.name.startswith("Stream") else ():
-                        total[event.name] += event.duration_ns
-    return {name: ns / 1e3 / (turns * len(inputs[1])) for name, ns in total.most_common()}
+    for kernel in profile(lambda: jax.block_until_ready(run(*inputs))):
+        total[kernel.name] += kernel.us
+    return {name: us / (turns * len(inputs[1])) for name, us in total.most_common()}
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:

@@ -2,32 +2,38 @@
 
     python benchmarks/random_checkpoint.py mimo_agree OUT      # writes OUT/mimo_agree
 
-llama135m   SmolLM2-135M's shape (Llama, tied embeddings), 0.25 GiB
-mimo        a 1.4 B model of MiMo's kind with one MTP module, 2.7 GiB; drafts are nearly never right
-mimo_agree  the same shape, hence the same work, but drafts are nearly always right (0.98): see `silenced`
-tiny        the same in small, for tests; drafts as in mimo_agree
+llama135m     SmolLM2-135M's shape (Llama, tied embeddings), 0.25 GiB
+mimo          a 1.4 B model of MiMo's kind with one MTP module, 2.7 GiB; drafts are nearly never right
+mimo_agree    the same shape, hence the same work, but drafts are nearly always right (0.98): see `silenced`
+mimo4b_agree  likewise, 4.5 B in Qwen3-4B's shape, 8.4 GiB; the MTP module is a file beside the model, and
+              drafts among 16384 ids, to which the target keeps too
+tiny          as mimo_agree in small, for tests; tiny_head as mimo4b_agree
 
 Weights are bf16. The tokenizer knows single bytes; token ids above 255 have no text.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import tokenizers
+from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mtp_jax.config import ModelConfig
-from mtp_jax.models.registry import expected_tensors
+from mtp_jax.loading.mtp_head import DRAFT_VOCAB_IDS
+from mtp_jax.loading.safetensors_dir import MTP_HEAD_FILE
+from mtp_jax.models.registry import LM_HEAD, expected_tensors, mtp_prefix
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 PIECE = 2**22  # numbers that are drawn at a time: 16 MiB of float32
@@ -64,6 +70,14 @@ MIMO = ModelConfig(
     num_nextn_predict_layers=1,
     eos_token_ids=(2,),
 )
+MIMO_4B = dataclasses.replace(
+    MIMO,
+    vocab_size=151936,
+    hidden_size=2560,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    intermediate_size=9728,
+)
 TINY = ModelConfig(
     model_type="mimo",
     vocab_size=512,
@@ -79,12 +93,25 @@ TINY = ModelConfig(
     num_nextn_predict_layers=1,
     eos_token_ids=(2,),
 )
-# Name -> shape, standard deviation of the weights, whether the MTP module is made to agree with its target.
-CHECKPOINTS: dict[str, tuple[ModelConfig, float, bool]] = {
-    "llama135m": (LLAMA_135M, 0.041, False),
-    "mimo": (MIMO, 0.02, False),
-    "mimo_agree": (MIMO, 0.02, True),
-    "tiny": (TINY, 0.1, True),
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A checkpoint: its shape, and how its weights are drawn."""
+
+    model: ModelConfig
+    std: float  # of the weights
+    agree: bool = False  # whether the MTP module is made to agree with its target
+    draft_vocab: int | None = None  # ids that drafts are chosen from, by a module in a file of its own
+
+
+CHECKPOINTS = {
+    "llama135m": Recipe(LLAMA_135M, 0.041),
+    "mimo": Recipe(MIMO, 0.02),
+    "mimo_agree": Recipe(MIMO, 0.02, agree=True),
+    "mimo4b_agree": Recipe(MIMO_4B, 0.02, agree=True, draft_vocab=16384),
+    "tiny": Recipe(TINY, 0.1, agree=True),
+    "tiny_head": Recipe(TINY, 0.1, agree=True, draft_vocab=128),
 }
 
 
@@ -106,13 +133,13 @@ def _select_embedding(out: np.ndarray) -> None:
     out[np.arange(width), width + np.arange(width)] = 1
 
 
-def _draw(out: np.ndarray, name: str, std: float, agree: bool, seed: Sequence[int]) -> None:
+def _draw(out: np.ndarray, name: str, recipe: Recipe, seed: Sequence[int]) -> None:
     """Fills `out`, bf16, with the weights of one tensor."""
     if name.endswith("norm.weight"):
         out[:] = 1
-    elif agree and silenced(name):
+    elif recipe.agree and silenced(name):
         out[:] = 0
-    elif agree and name.endswith("input_proj.weight"):
+    elif recipe.agree and name.endswith("input_proj.weight"):
         _select_embedding(out)
     else:
         rng = np.random.Generator(np.random.SFC64(seed))
@@ -120,13 +147,14 @@ def _draw(out: np.ndarray, name: str, std: float, agree: bool, seed: Sequence[in
         for start in range(0, flat.size, PIECE):
             piece = flat[start : start + PIECE]
             drawn = rng.standard_normal(piece.size, dtype=np.float32)
-            drawn *= np.float32(std)
+            drawn *= np.float32(recipe.std)
             piece[:] = drawn.astype(BF16)
+    if name == LM_HEAD and recipe.draft_vocab is not None:
+        out[recipe.draft_vocab :] = 0  # logits of 0: never the best among thousands of random ones
 
 
-def write_weights(path: Path, model: ModelConfig, std: float, agree: bool, seed: int) -> int:
+def write_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], recipe: Recipe, seed: int) -> int:
     """Writes a safetensors file, tensors drawn in parallel into the mapped file; the bytes of weights."""
-    shapes = expected_tensors(model)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
@@ -141,7 +169,7 @@ def write_weights(path: Path, model: ModelConfig, std: float, agree: bool, seed:
 
     def fill(index: int, name: str) -> None:
         start, end = (byte // BF16.itemsize for byte in header[name]["data_offsets"])
-        _draw(data[start:end].reshape(shapes[name]), name, std, agree, (seed, index))
+        _draw(data[start:end].reshape(shapes[name]), name, recipe, (seed, index))
 
     workers = len(os.sched_getaffinity(0))
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:  # numpy draws without the interpreter's lock
@@ -149,6 +177,16 @@ def write_weights(path: Path, model: ModelConfig, std: float, agree: bool, seed:
             done.result()
     data.flush()
     return offset
+
+
+def write_head(path: Path, shapes: Mapping[str, tuple[int, ...]], recipe: Recipe, seed: int) -> int:
+    """Writes the MTP module as a file of its own, with its draft vocabulary; the bytes of weights."""
+    tensors = {name: np.zeros(shape, BF16) for name, shape in shapes.items()}
+    for index, (name, out) in enumerate(tensors.items()):
+        _draw(out, name, recipe, (seed, index, 1))
+    ids = {mtp_prefix(recipe.model) + DRAFT_VOCAB_IDS: np.arange(recipe.draft_vocab, dtype=np.int32)}
+    save_file(tensors | ids, path)
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def config_json(model: ModelConfig) -> dict[str, object]:
@@ -191,11 +229,19 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
 def write_checkpoint(name: str, directory: Path, seed: int = 0) -> int:
     """Writes the checkpoint `name` of CHECKPOINTS into `directory`; the bytes of its weights."""
-    model, std, agree = CHECKPOINTS[name]
+    recipe = CHECKPOINTS[name]
+    shapes = expected_tensors(recipe.model)
+    module = {name: shape for name, shape in shapes.items() if name.startswith(mtp_prefix(recipe.model))}
+    model = recipe.model
     directory.mkdir(parents=True, exist_ok=True)
+    size = 0
+    if recipe.draft_vocab is not None:
+        size = write_head(directory / MTP_HEAD_FILE, module, recipe, seed)
+        shapes = {name: shape for name, shape in shapes.items() if name not in module}
+        model = dataclasses.replace(model, num_nextn_predict_layers=0)
     (directory / "config.json").write_text(json.dumps(config_json(model), indent=1) + "\n")
     byte_tokenizer().save(str(directory / "tokenizer.json"))
-    return write_weights(directory / "model.safetensors", model, std, agree, seed)
+    return size + write_weights(directory / "model.safetensors", shapes, recipe, seed)
 
 
 def main() -> None:
