@@ -3,7 +3,8 @@
 Models and the engine name *logical* axes; this table alone says which mesh axis each one lies on.
 The trunk is split over `stage` (layers) and `tensor` (heads, ffn columns). The head - embedding,
 LM head, MTP module - is not on the last stage: it is spread over `stage` x `tensor`, so that every
-stage does its share of verification and drafting (see ARCHITECTURE.md).
+stage does its share of verification and drafting (see ARCHITECTURE.md). Weights are whole in every
+replica of `data`; requests, that is slots, pages and flights, are split over it.
 """
 
 import dataclasses
@@ -11,11 +12,12 @@ import dataclasses
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from sharding.mesh import AXES, STAGE, TENSOR
+from sharding.mesh import AXES, DATA, STAGE, TENSOR
 
 MeshAxes = str | tuple[str, ...] | None
 
 LOGICAL_AXES: dict[str, MeshAxes] = {
+    "replica": DATA,  # slots, pages and flights, those of one replica behind those of another
     "layer_stage": STAGE,  # leading axis of stacked trunk weights, caches and flights
     "kv_heads": TENSOR,  # trunk attention, grouped by KV head
     "key_heads": TENSOR,  # of gated delta nets

@@ -19,7 +19,7 @@ from mtp_jax.engine.paged import PagedAttention, Segment
 from mtp_jax.engine.plan_arrays import ChunkArrays, PlanArrays
 from mtp_jax.engine.state import Carry, EngineState, Flight, Lane
 from mtp_jax.models.layers import Cache, Rope, rope_tables
-from sharding.mesh import STAGE
+from sharding.mesh import DATA, STAGE
 from sharding.stage_plan import StagePlan
 
 
@@ -43,7 +43,11 @@ RunLayer = Callable[[Leaves, Carry, Cache, Rope, PagedAttention], tuple[Carry, C
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """One device's part of one dispatch; every array it holds is this device's shard."""
+    """One device's part of one dispatch; every array it holds is this device's shard.
+
+    Replicas go through the same ticks, each with its own slots: what is decided on the device, such as
+    whether a group has work, differs between them, and nothing in here moves from one to another.
+    """
 
     bucket: Bucket
     stage_plan: StagePlan
@@ -66,7 +70,8 @@ class Ring:
             return (state, useful + busy), results
 
         numbers = jnp.arange(ticks, dtype=jnp.int32)
-        (state, useful), results = jax.lax.scan(body, (state, jnp.int32(0)), (numbers, self.plan.chunks))
+        none = jax.lax.pcast(jnp.int32(0), DATA, to="varying")
+        (state, useful), results = jax.lax.scan(body, (state, none), (numbers, self.plan.chunks))
         return state, results, useful
 
     def tick(
@@ -187,7 +192,7 @@ class Ring:
         indexer = self.head.model.indexer
         if indexer is not None and carry.indices is None:  # the stage's first layer chooses them
             nothing = jnp.full((carry.x.shape[0], indexer.topk), -1, jnp.int32)
-            carry = dataclasses.replace(carry, indices=jax.lax.pcast(nothing, STAGE, to="varying"))
+            carry = dataclasses.replace(carry, indices=jax.lax.pcast(nothing, (STAGE, DATA), to="varying"))
         rope = rope_tables(attend.positions, self.head.model)
         stage = jax.lax.axis_index(STAGE)
         new_caches = []
@@ -223,7 +228,8 @@ class Ring:
             shape = jax.eval_shape(run, *operands)[2]
 
             def skip(slots, mtp_cache, hidden, lane_hidden):
-                return slots, mtp_cache, jnp.zeros(shape.shape, shape.dtype)
+                nothing = jax.lax.pcast(jnp.zeros(shape.shape, shape.dtype), DATA, to="varying")
+                return slots, mtp_cache, nothing
 
             work = jnp.any(rows.valid) if chunk is None else jnp.any(rows.valid) | chunk.valid
             slots, mtp_cache, results = jax.lax.cond(work, run, skip, *operands)

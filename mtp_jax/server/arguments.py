@@ -109,7 +109,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "max_num_seqs": ("completions decoded together; more are queued", _INTEGER, None),
         "max_model_len": ("tokens of prompt and completion together", _INTEGER, None),
         "page_size": ("tokens in a KV page, a multiple of 4", _INTEGER, None),
-        "num_pages": ("KV pages", _INTEGER, None),
+        "num_pages": ("KV pages, in each replica", _INTEGER, None),
         "kv_cache_gib": (
             "instead of --num-pages: GiB of KV pages on each device",
             number(float, 0.001),

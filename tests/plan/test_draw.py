@@ -46,7 +46,7 @@ def _bytes_by_device(arrays: object) -> set[int]:
     return set(held.values())
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 1, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", [*OF_FAMILIES, "tiny_mimo"])
 def test_predicts_every_byte(name: str, mesh: tuple[int, int, int]) -> None:
     """Not within some per cent: shapes and shards are the engine's own."""
