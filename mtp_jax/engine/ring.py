@@ -84,12 +84,12 @@ class Ring:
         if entering is not None:
             state = self._enter_chunk(state, tick % z, entering)
         busy = self._busy_stages(state)
-        rows, lane_rows, caches = self._run_stage(state, here)
+        carry, caches = self._run_stage(state, here)
         state = dataclasses.replace(state, caches=caches)
-        state, results = self._run_head(state, leaving, rows.x, None if lane_rows is None else lane_rows.x)
+        state, results = self._run_head(state, leaving, carry.x)
         flight, embedded = self._rebuild(state, leaving)
         state = dataclasses.replace(state, flight=flight)
-        return self._pass_on(state, rows, lane_rows, embedded), results, busy
+        return self._pass_on(state, carry, embedded), results, busy
 
     # Reading flights
 
@@ -148,10 +148,8 @@ class Ring:
         x = x.at[0, :size].set(jnp.where(first, embedded, x[0, :size]))
         return dataclasses.replace(state, lane=lane, lane_rows=dataclasses.replace(state.lane_rows, x=x))
 
-    def _run_stage(
-        self, state: EngineState, here: jax.Array
-    ) -> tuple[Carry, Carry | None, tuple[Cache, ...]]:
-        """This stage's layers over its group and chunk: (rows [B, T, ...], chunk [C, ...], caches)."""
+    def _run_stage(self, state: EngineState, here: jax.Array) -> tuple[Carry, tuple[Cache, ...]]:
+        """This stage's layers over its group and chunk: (carry [M, ...], caches)."""
         group = self._group(state.flight, here)
         b, t = group.tokens.shape
         columns = jnp.arange(t, dtype=jnp.int32)
@@ -180,9 +178,12 @@ class Ring:
             carry, caches = jax.lax.cond(
                 self._has_work(state, here), run, lambda carry, caches: (carry, caches), carry, caches
             )
-        rows = jax.tree.map(lambda x: x[: b * t].reshape(b, t, -1), carry)
-        lane_rows = jax.tree.map(lambda x: x[b * t :], carry) if self.bucket.chunk else None
-        return rows, lane_rows, jax.tree.map(lambda cache: cache[None], caches)
+        return carry, jax.tree.map(lambda cache: cache[None], caches)
+
+    def _split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Token rows [M, ...] as those of the group, [B, T, ...], and of the chunk, [C, ...]."""
+        b, t = self.bucket.rows, self.bucket.drafts + 1
+        return x[: b * t].reshape(b, t, -1), x[b * t :]
 
     def _run_layers(
         self, carry: Carry, caches: tuple[Cache, ...], attend: PagedAttention
@@ -211,12 +212,12 @@ class Ring:
         return carry, tuple(new_caches)
 
     def _run_head(
-        self, state: EngineState, leaving: jax.Array, rows_x: jax.Array, lane_x: jax.Array | None
+        self, state: EngineState, leaving: jax.Array, x: jax.Array
     ) -> tuple[EngineState, jax.Array]:
         """Verifies and drafts what leaves the last stage. Returns (state, results [rows, fields])."""
         rows, chunk = self._leaving(state, leaving)
-        hidden = self._from_last_stage(rows_x)
-        lane_hidden = None if lane_x is None else self._from_last_stage(lane_x)
+        hidden, lane_hidden = self._split(self._from_last_stage(x))
+        lane_hidden = lane_hidden if self.bucket.chunk else None
 
         def run(slots, mtp_cache, hidden, lane_hidden):
             return self.head(slots, mtp_cache, rows, chunk, hidden, lane_hidden)
@@ -293,26 +294,38 @@ class Ring:
         )
         return flight, embedded
 
-    def _pass_on(
-        self, state: EngineState, rows: Carry, lane_rows: Carry | None, embedded: jax.Array
-    ) -> EngineState:
-        """Moves every stage's output to the next one; the rebuilt group enters stage 0."""
+    def _pass_on(self, state: EngineState, carry: Carry, embedded: jax.Array) -> EngineState:
+        """Moves every stage's output to the next one, in one piece; the rebuilt group enters stage 0."""
         first = jax.lax.axis_index(STAGE) == 0
         forward = [(s, (s + 1) % self.num_stages) for s in range(self.num_stages)]
-
-        def arriving(sent: Carry) -> Carry:
-            return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, forward), sent)
-
-        arrived = arriving(rows)
-        entering = jnp.where(first, embedded.astype(arrived.x.dtype), arrived.x)
+        sent, unpack = _packed(carry)
+        arrived = unpack(jax.lax.ppermute(sent, STAGE, forward))
+        rows = jax.tree.map(lambda x: self._split(x)[0], arrived)
+        rows = dataclasses.replace(rows, x=jnp.where(first, embedded.astype(rows.x.dtype), rows.x))
         b, t, c = self.bucket.rows, self.bucket.drafts + 1, self.bucket.chunk
-        new_rows = jax.tree.map(
-            lambda old, new: old.at[0, :b, :t].set(new), state.rows, dataclasses.replace(arrived, x=entering)
-        )
+        new_rows = jax.tree.map(lambda old, new: old.at[0, :b, :t].set(new), state.rows, rows)
         lane = state.lane_rows
-        if lane_rows is not None:
-            lane = jax.tree.map(lambda old, new: old.at[0, :c].set(new), lane, arriving(lane_rows))
+        if c:
+            lane = jax.tree.map(lambda old, new: old.at[0, :c].set(self._split(new)[1]), lane, arrived)
         return dataclasses.replace(state, rows=new_rows, lane_rows=lane)
+
+
+def _packed(carry: Carry) -> tuple[jax.Array, Callable[[jax.Array], Carry]]:
+    """A carry as one array [M, ...], and what makes a carry of such an array: a message costs its latency."""
+    x, indices = carry.x, carry.indices
+    if indices is None:
+        return x, lambda sent: Carry(sent, None)
+    # As integers, for no bit of an index may be taken for a NaN's.
+    word = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
+    words = jax.lax.bitcast_convert_type(indices, word).reshape(indices.shape[0], -1)
+    width = x.shape[1]
+
+    def unpack(sent: jax.Array) -> Carry:
+        halves = sent[:, width:].reshape(*indices.shape, *(() if word == jnp.uint32 else (2,)))
+        x_back = jax.lax.bitcast_convert_type(sent[:, :width], x.dtype)
+        return Carry(x_back, jax.lax.bitcast_convert_type(halves, jnp.int32))
+
+    return jnp.concatenate([jax.lax.bitcast_convert_type(x, word), words], axis=1), unpack
 
 
 def _skip_layer(carry: Carry, cache: Cache, rope: Rope, attend: PagedAttention) -> tuple[Carry, Cache]:

@@ -36,7 +36,7 @@ EVERY = pytest.mark.parametrize(
 def engine_of(layout: tuple[int, int, int], head: str = "rigged", **host: int | bool) -> Engine:
     """A fresh engine; `host` are fields that only the scheduler looks at."""
     stages, tensor, data = layout
-    base = shared_engine(stages, K, tensor=tensor, data=data)
+    base = shared_engine(stages, K, kind="greedy", tensor=tensor, data=data)
     return renew(base, SCRAMBLED if head == "scrambled" else None, **host)
 
 

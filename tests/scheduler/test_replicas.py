@@ -182,7 +182,7 @@ def test_crowds_are_served_in_order_and_evenly(data: int, slots: int, num_pages:
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(st.data())
 def test_cached_prefixes_are_found_in_whichever_replica_they_are(data: st.DataObject) -> None:
-    """One request at a time: every replica is empty, so each finds the longest prefix that any of them has."""
+    """One request at a time, so all are empty: each finds the longest prefix that any of them has."""
     config = make_config(data=data.draw(st.integers(2, 3)), max_num_seqs=12, num_pages=64)
     harness = Harness(config)
     said: list[tuple[int, ...]] = []
