@@ -122,6 +122,7 @@ class EngineConfig:
     stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: as the planner cuts them
     data: int = 1  # replicas of slots and pages
     tensor: int = 1  # shards of heads, ffn columns and vocabulary
+    experts_over: Literal["tensor", "data-tensor"] = "tensor"  # which devices share a trunk layer's experts
     max_num_seqs: int = 16  # request slots, of all replicas together
     max_model_len: int = 2048  # tokens: prompt and completion together
     page_size: int = 16  # tokens a KV page
@@ -156,6 +157,7 @@ class EngineConfig:
             raise InvalidValueError("max_rounds", self.max_rounds, "1, 2, 4 or 8")
         choices = {
             "table_growth": (2, 4),
+            "experts_over": ("tensor", "data-tensor"),
             "draft_sampling": ("greedy", "probabilistic"),
             "logprobs_mode": ("raw", "processed"),
             "dtype": ("float32", "bfloat16", "float16"),

@@ -42,7 +42,7 @@ from mtp_jax.progress import Report
 from mtp_jax.scheduler.plan import DispatchPlan, SlotView
 from mtp_jax.scheduler.scheduler import Scheduler
 from sharding.mesh import make_mesh
-from sharding.placement import make_placement
+from sharding.placement import Placement, make_placement
 from sharding.stage_plan import StagePlan, plan_stages
 
 log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def draw_layout(
       draft_vocab: ids that drafts are chosen from, where the MTP head has a list of them.
 
     Raises:
-      InvalidValueError: stages that the model's layers cannot be cut into.
+      InvalidValueError: stages that the model's layers cannot be cut into, or experts that do not divide.
     """
 
     def cut(counts: tuple[int, ...] | None) -> StagePlan:
@@ -188,8 +188,21 @@ def draw_layout(
         got = ",".join(map(str, config.stage_layers))
         plan = _checked("--stage-layers", got, lambda: cut(config.stage_layers))
     with_mtp = config.num_speculative_tokens > 0
-    placement, dtype = make_placement(mesh, dividing_sizes(model)), jnp.dtype(config.dtype)
+    placement, dtype = _place(model, config, mesh), jnp.dtype(config.dtype)
     return WeightLayout(model, plan, placement, dtype, with_mtp, draft_vocab if with_mtp else None)
+
+
+def _place(model: ModelConfig, config: EngineConfig, mesh: Mesh | AbstractMesh) -> Placement:
+    """The placement table on this mesh, for this model."""
+    shared = config.experts_over == "data-tensor" and config.data > 1
+    if shared and model.experts is None:
+        raise InvalidValueError("--experts-over", config.experts_over, "tensor: this model has no experts")
+    placement = make_placement(mesh, dividing_sizes(model), frozenset({"experts"} if shared else ()))
+    if placement.shared & placement.replicated and model.experts is not None:
+        devices = config.data * config.tensor
+        legal = f"tensor: {devices} devices of a stage do not divide {model.experts.num_experts} experts"
+        raise InvalidValueError("--experts-over", config.experts_over, legal)
+    return placement
 
 
 def build_engine(options: EngineOptions, report: Report = lambda phase, done, total: None) -> Engine:

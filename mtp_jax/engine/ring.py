@@ -46,7 +46,8 @@ class Ring:
     """One device's part of one dispatch; every array it holds is this device's shard.
 
     Replicas go through the same ticks, each with its own slots: what is decided on the device, such as
-    whether a group has work, differs between them, and nothing in here moves from one to another.
+    whether a group has work, differs between them, and nothing in here moves from one to another but the
+    tokens of experts, where replicas share them.
     """
 
     bucket: Bucket
@@ -55,6 +56,7 @@ class Ring:
     run_layers: Sequence[Sequence[RunLayer | None]]  # by layer slot and stage; None: empty there
     head: Head
     plan: PlanArrays
+    shares_experts: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -175,9 +177,10 @@ class Ring:
         if self.num_stages == 1:  # a dispatch without work is never launched
             carry, caches = run(carry, caches)
         else:
-            carry, caches = jax.lax.cond(
-                self._has_work(state, here), run, lambda carry, caches: (carry, caches), carry, caches
-            )
+            work = self._has_work(state, here)
+            if self.shares_experts:  # replicas meet inside, so they go in together
+                work = jax.lax.pmax(work.astype(jnp.int32), DATA) > 0
+            carry, caches = jax.lax.cond(work, run, lambda carry, caches: (carry, caches), carry, caches)
         return carry, jax.tree.map(lambda cache: cache[None], caches)
 
     def _split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

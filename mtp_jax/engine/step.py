@@ -88,7 +88,12 @@ class Program:
             mtp=self._mtp(weights, vocabulary),
             plan=plan,
         )
-        return Ring(bucket, layout.plan, layers, self._layer_runners(), head, plan)
+        runners = self._layer_runners()
+        return Ring(bucket, layout.plan, layers, runners, head, plan, self._shares_experts)
+
+    @property
+    def _shares_experts(self) -> bool:
+        return "experts" in self.layout.placement.shared
 
     def _layer_runners(self) -> tuple[tuple[RunLayer | None, ...], ...]:
         """How each stage runs each layer slot; what is alike shares one function."""
@@ -106,8 +111,10 @@ class Program:
         structure = make_layer(self.layout.model, kind, self.layout.dtype)
         table = layer_leaves(self.layout.model, kind)
         heads = {"grouped": "kv_heads", "delta": "key_heads"}.get(kind.attention, "heads")
-        sums = (self._sum_over(name, (TENSOR,)) for name in (heads, "ffn", "experts"))
-        sum_attention, sum_ffn, sum_experts = sums
+        sum_attention, sum_ffn = (self._sum_over(name, (TENSOR,)) for name in (heads, "ffn"))
+        sum_experts = self._sum_over("experts", (TENSOR,))
+        if self._shares_experts:
+            sum_experts = SumOver((DATA, TENSOR), rows=(DATA,))
 
         reuse = runs.attention != kind.attention
 

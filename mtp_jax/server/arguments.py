@@ -104,6 +104,11 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
         "tensor": ("shards of heads, ffn columns and vocabulary", _INTEGER, None),
         "data": ("replicas of slots and pages", _INTEGER, None),
+        "experts_over": (
+            "devices that share the experts of a layer: shards of one replica, or of all",
+            any_text,
+            ("tensor", "data-tensor"),
+        ),
     },
     "engine": {
         "max_num_seqs": ("completions decoded together; more are queued", _INTEGER, None),

@@ -39,6 +39,11 @@ def test_defaults() -> None:
         ({"max_rounds": 3}, r"max_rounds: got 3"),
         ({"max_num_seqs": 0}, r"max_num_seqs: got 0"),
         ({"data": 2, "max_num_seqs": 7}, r"--max-num-seqs: got 7; expected a multiple of --data, 2"),
+        (
+            {"data": 2, "experts_over": "data-tensor"},
+            r"--experts-over: .*; expected tensor: this",
+        ),
+        ({"experts_over": "data"}, r"experts_over: got 'data'; expected tensor or data-tensor"),
         ({"data": 0}, r"data: got 0; expected an integer of at least 1"),
         ({"stages": 2, "stage_layers": (3, 3)}, r"--stage-layers: got '3,3'; .* add up to 5, .* such as 3,2"),
         ({"stages": 2, "stage_layers": (5,)}, r"stage_layers: got '5'; expected 2 integers"),

@@ -52,12 +52,31 @@ def reference(name: str) -> tuple[tuple[int, ...], ...]:
 
 @pytest.mark.parametrize(("name", "stages", "tensor", "data"), CASES)
 def test_speculative_is_plain(name: str, stages: int, tensor: int, data: int) -> None:
+    check_layout(name, stages=stages, tensor=tensor, data=data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stages", "tensor", "data"),
+    [
+        ("deepseek_v3", 2, 1, 2),
+        ("deepseek_v3", 1, 2, 2),
+        ("glm4_moe", 2, 2, 2),
+        ("qwen3_5_moe", 2, 1, 2),
+        ("glm4_moe", 1, 1, 4),
+    ],
+)
+def test_replicas_that_share_experts(name: str, stages: int, tensor: int, data: int) -> None:
+    """Their tokens meet at every layer; a replica without requests works for the other one's."""
+    check_layout(name, stages=stages, tensor=tensor, data=data, experts_over="data-tensor")
+
+
+def check_layout(name: str, **layout: int | str) -> None:
     texts = reference(name)
     sequences = [prompt + text for prompt, text in zip(prompts(), texts, strict=True)]
     with rigged_drafts(sequences):
         source = resolve_model(GOLDEN / f"tiny_{name}")
-        sizes = {"num_speculative_tokens": 3, "max_num_seqs": 4}
-        engine = make_engine(source, stages=stages, tensor=tensor, data=data, **sizes)
+        engine = make_engine(source, num_speculative_tokens=3, max_num_seqs=4, **layout)
     jobs = {
         str(index): Job(prompt, greedy(MOST_TOKENS - index, 3 - index % 2), arrives=2 * index, seed=index)
         for index, prompt in enumerate(prompts())
