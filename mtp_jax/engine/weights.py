@@ -1,5 +1,6 @@
 """Which weights the program takes: their shapes, places, and reading them from a checkpoint."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -242,9 +243,9 @@ class WeightLayout:
         """
         sharding, shards = NamedSharding(self.placement.mesh, spec), []
         where = sharding.addressable_devices_indices_map(like.shape)
-        holders: dict[str, list[jax.Device]] = {}  # of each part: devices of one stage need not be neighbours
+        holders = collections.defaultdict(list)  # of each part; replicas of a shard need not be neighbours
         for device, index in where.items():
-            holders.setdefault(str(index), []).append(device)
+            holders[str(index)].append(device)
         for devices in holders.values():
             index = where[devices[0]]
             assert index is not None

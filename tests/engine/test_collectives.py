@@ -76,7 +76,9 @@ def test_a_tick(name: str, layout: tuple[int, int, int], chunk: int, k: int) -> 
     """One message to the next stage, whatever it carries; and no replica ever waits for another one."""
     model = TWO_LAYERS if name == "dense" else OF_FAMILIES[name]
     _, tensor, data = layout
-    found = list(collectives(compiled(model, layout, chunk, k).as_text(), tensor, data))
+    text = compiled(model, layout, chunk, k).as_text()
+    assert text is not None
+    found = list(collectives(text, tensor, data))
     in_tick = [one for one in found if not one.in_entry]
     assert [one.kind for one in in_tick].count("collective-permute") == 1
     assert not any(one.crosses for one in in_tick)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import ExpertsConfig
 from mtp_jax.models.ffn import Experts
-from mtp_jax.models.layers import Around, SumOver
+from mtp_jax.models.layers import UNSPLIT, Around, SumOver
 from sharding.mesh import DATA, TENSOR, make_mesh
 from sharding.placement import make_placement
 from tests.parity.rig import TINY
@@ -30,11 +30,16 @@ def weights(bias: np.ndarray) -> dict[tuple[int, ...], np.ndarray]:
     return drawn | {(EXPERTS.num_experts,): bias}
 
 
-def run(leaves: dict[tuple[int, ...], jax.Array], x: jax.Array, *sums: SumOver) -> jax.Array:
+def run(
+    leaves: dict[tuple[int, ...], jax.Array],
+    x: jax.Array,
+    sum_ffn: SumOver = UNSPLIT,
+    sum_experts: SumOver = UNSPLIT,
+) -> jax.Array:
     """The layer over the rows of x, with the devices' own parts of the leaves."""
     module = Experts(MODEL, jnp.dtype("float32"), lambda shape, dtype: leaves[tuple(shape)])
     nothing = cast(Any, None)  # rotation and attention, which an ffn does not ask for
-    return module(x, Around(nothing, nothing, *sums))
+    return module(x, Around(nothing, nothing, sum_ffn=sum_ffn, sum_experts=sum_experts))
 
 
 @pytest.mark.parametrize("rows", [5, 40])  # all experts on all tokens; tokens sorted by expert
@@ -49,7 +54,7 @@ def test_the_same_as_on_one_device(rows: int, favourites: tuple[int, ...]) -> No
     placement = make_placement(mesh, {}, frozenset({"experts"}))
     specs = {leaf.shape: placement.spec(*leaf.axes) for leaf in Experts.leaves(MODEL)}
     assert specs[8, 32, 16] == P((DATA, TENSOR), None, None)
-    sums = SumOver((TENSOR,)), SumOver((TENSOR,)), SumOver((DATA, TENSOR), rows=(DATA,))
+    sums = SumOver((TENSOR,)), SumOver((DATA, TENSOR), rows=(DATA,))
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(DATA)), out_specs=P(DATA))
     def shared(leaves: dict[tuple[int, ...], jax.Array], x: jax.Array) -> jax.Array:
