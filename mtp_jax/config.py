@@ -122,10 +122,11 @@ class EngineConfig:
     stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: as the planner cuts them
     data: int = 1  # replicas of slots and pages
     tensor: int = 1  # shards of heads, ffn columns and vocabulary
-    max_num_seqs: int = 16  # request slots
+    experts_over: Literal["tensor", "data-tensor"] = "tensor"  # which devices share a trunk layer's experts
+    max_num_seqs: int = 16  # request slots, of all replicas together
     max_model_len: int = 2048  # tokens: prompt and completion together
     page_size: int = 16  # tokens a KV page
-    num_pages: int = 1024  # KV pages of every layer's cache
+    num_pages: int = 1024  # KV pages of every layer's cache, in each replica
     num_speculative_tokens: int = 0  # K: drafts a round; 0 is plain decoding by the same code
     adaptive_drafts: bool = False  # make fewer drafts, down to none, where measurements say that it pays
     adaptive_start: int | None = None  # and begin with this many; None is K
@@ -156,6 +157,7 @@ class EngineConfig:
             raise InvalidValueError("max_rounds", self.max_rounds, "1, 2, 4 or 8")
         choices = {
             "table_growth": (2, 4),
+            "experts_over": ("tensor", "data-tensor"),
             "draft_sampling": ("greedy", "probabilistic"),
             "logprobs_mode": ("raw", "processed"),
             "dtype": ("float32", "bfloat16", "float16"),
@@ -182,9 +184,14 @@ class EngineConfig:
         return self.num_speculative_tokens if start is None else min(start, self.num_speculative_tokens)
 
     @property
+    def slots_per_replica(self) -> int:
+        """Request slots of one replica. Slots are numbered replica by replica."""
+        return self.max_num_seqs // self.data
+
+    @property
     def rows_per_group(self) -> int:
-        """Most rows that one of the Z groups of the ring can hold."""
-        return max(self.min_rows, -(-self.max_num_seqs // self.stages))
+        """Most rows that one of the Z groups of a replica's ring can hold."""
+        return max(self.min_rows, -(-self.slots_per_replica // self.stages))
 
     @property
     def pages_per_slot(self) -> int:

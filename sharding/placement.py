@@ -3,19 +3,23 @@
 Models and the engine name *logical* axes; this table alone says which mesh axis each one lies on.
 The trunk is split over `stage` (layers) and `tensor` (heads, ffn columns). The head - embedding,
 LM head, MTP module - is not on the last stage: it is spread over `stage` x `tensor`, so that every
-stage does its share of verification and drafting (see ARCHITECTURE.md).
+stage does its share of verification and drafting (see ARCHITECTURE.md). Weights are whole in every
+replica of `data`, but for axes that a placement shares among replicas; requests, that is slots, pages and
+flights, are split over it.
 """
 
 import dataclasses
+import math
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from sharding.mesh import AXES, STAGE, TENSOR
+from sharding.mesh import AXES, DATA, STAGE, TENSOR
 
 MeshAxes = str | tuple[str, ...] | None
 
 LOGICAL_AXES: dict[str, MeshAxes] = {
+    "replica": DATA,  # slots, pages and flights, those of one replica behind those of another
     "layer_stage": STAGE,  # leading axis of stacked trunk weights, caches and flights
     "kv_heads": TENSOR,  # trunk attention, grouped by KV head
     "key_heads": TENSOR,  # of gated delta nets
@@ -38,17 +42,19 @@ class Placement:
 
     mesh: Mesh | AbstractMesh  # abstract: only shapes and places are asked for
     replicated: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()  # logical axes that are spread over replicas, too
+
+    def axes(self, logical: str) -> tuple[str, ...]:
+        """Mesh axes that a logical axis lies on, the slowest first; none where it is replicated."""
+        if logical in self.replicated:
+            return ()
+        axes = LOGICAL_AXES[logical]
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        return (DATA, *names) if logical in self.shared else names
 
     def axis_size(self, logical: str) -> int:
         """Devices that a logical axis is spread over: 1 where it is replicated."""
-        if logical in self.replicated:
-            return 1
-        axes = LOGICAL_AXES[logical]
-        names = (axes,) if isinstance(axes, str) else axes or ()
-        size = 1
-        for name in names:
-            size *= self.mesh.shape[name]
-        return size
+        return math.prod(self.mesh.shape[name] for name in self.axes(logical))
 
     def spec(self, *logical: str | None) -> P:
         """PartitionSpec for an array whose axes have these logical names (None: not split).
@@ -56,19 +62,18 @@ class Placement:
         Raises:
           ValueError: two axes of the array would land on one mesh axis.
         """
-        entries = [
-            None if name is None or name in self.replicated else LOGICAL_AXES[name] for name in logical
-        ]
-        used = [
-            axis for entry in entries if entry for axis in ((entry,) if isinstance(entry, str) else entry)
-        ]
+        entries = [() if name is None else self.axes(name) for name in logical]
+        used = [axis for entry in entries for axis in entry]
         if len(used) != len(set(used)):
             raise ValueError(f"logical axes {logical} use a mesh axis twice: {entries}")
-        return P(*entries)
+        return P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
-def make_placement(mesh: Mesh | AbstractMesh, sizes: dict[str, int]) -> Placement:
+def make_placement(
+    mesh: Mesh | AbstractMesh, sizes: dict[str, int], shared: frozenset[str] = frozenset()
+) -> Placement:
     """Binds the table to a mesh; an axis of `sizes` that its mesh axes do not divide is replicated."""
     assert set(mesh.axis_names) == set(AXES)
-    whole = Placement(mesh)
-    return Placement(mesh, frozenset(name for name, size in sizes.items() if size % whole.axis_size(name)))
+    whole = Placement(mesh, shared=shared)
+    replicated = frozenset(name for name, size in sizes.items() if size % whole.axis_size(name))
+    return Placement(mesh, replicated, shared)

@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig, ModelConfig
 from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling
@@ -18,14 +17,14 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
 from mtp_jax.engine.memory import MemoryPlan, check_memory, device_memory_bytes, plan_memory
 from mtp_jax.engine.placed import check_placed, load_weights
-from mtp_jax.engine.plan_arrays import PlanArrays, PlanWriter
+from mtp_jax.engine.plan_arrays import PLAN_SPEC, PlanArrays, PlanWriter
 from mtp_jax.engine.shaping_slots import ShapingSlots
 from mtp_jax.engine.shaping_state import shaping_shapes, shaping_specs
 from mtp_jax.engine.state import EngineState, init_state, state_shapes, state_specs, with_shaping
 from mtp_jax.engine.step import Program, dividing_sizes
 from mtp_jax.engine.trees import spec_of, stand_in
 from mtp_jax.engine.weights import WeightLayout, Weights
-from mtp_jax.errors import InvalidValueError, UnsupportedHereError
+from mtp_jax.errors import InvalidValueError
 from mtp_jax.loading import (
     MTPHead,
     PlacedDir,
@@ -43,7 +42,7 @@ from mtp_jax.progress import Report
 from mtp_jax.scheduler.plan import DispatchPlan, SlotView
 from mtp_jax.scheduler.scheduler import Scheduler
 from sharding.mesh import make_mesh
-from sharding.placement import make_placement
+from sharding.placement import Placement, make_placement
 from sharding.stage_plan import StagePlan, plan_stages
 
 log = logging.getLogger(__name__)
@@ -148,7 +147,6 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     head = _find_head(options, source, path)
     has_mtp = head is not None or model.num_nextn_predict_layers > 0
     config = resolve_config(options, model, has_mtp=has_mtp, on_cpu=jax.default_backend() == "cpu")
-    check_layout(config)
     mesh = _checked("--stages", config.stages, lambda: make_mesh(config.stages, config.data, config.tensor))
     draft_vocab = head.draft_vocab if head is not None else None
     if isinstance(source, PlacedDir):
@@ -179,7 +177,7 @@ def draw_layout(
       draft_vocab: ids that drafts are chosen from, where the MTP head has a list of them.
 
     Raises:
-      InvalidValueError: stages that the model's layers cannot be cut into.
+      InvalidValueError: stages that the model's layers cannot be cut into, or experts that do not divide.
     """
 
     def cut(counts: tuple[int, ...] | None) -> StagePlan:
@@ -190,14 +188,21 @@ def draw_layout(
         got = ",".join(map(str, config.stage_layers))
         plan = _checked("--stage-layers", got, lambda: cut(config.stage_layers))
     with_mtp = config.num_speculative_tokens > 0
-    placement, dtype = make_placement(mesh, dividing_sizes(model)), jnp.dtype(config.dtype)
+    placement, dtype = _place(model, config, mesh), jnp.dtype(config.dtype)
     return WeightLayout(model, plan, placement, dtype, with_mtp, draft_vocab if with_mtp else None)
 
 
-def check_layout(config: EngineConfig) -> None:
-    """Raises UnsupportedHereError where this build cannot run on such a mesh."""
-    if config.data > 1:
-        raise UnsupportedHereError("--data above 1 is not supported yet; use --stages and --tensor")
+def _place(model: ModelConfig, config: EngineConfig, mesh: Mesh | AbstractMesh) -> Placement:
+    """The placement table on this mesh, for this model."""
+    shared = config.experts_over == "data-tensor" and config.data > 1
+    if shared and model.experts is None:
+        raise InvalidValueError("--experts-over", config.experts_over, "tensor: this model has no experts")
+    placement = make_placement(mesh, dividing_sizes(model), frozenset({"experts"} if shared else ()))
+    if placement.shared & placement.replicated and model.experts is not None:
+        devices = config.data * config.tensor
+        legal = f"tensor: {devices} devices of a stage do not divide {model.experts.num_experts} experts"
+        raise InvalidValueError("--experts-over", config.experts_over, legal)
+    return placement
 
 
 def build_engine(options: EngineOptions, report: Report = lambda phase, done, total: None) -> Engine:
@@ -279,7 +284,7 @@ def _shapes_of(
     def of_bucket(bucket: Bucket) -> tuple[Weights, EngineState, PlanArrays]:
         idle = idle_plan(bucket, program.config)
         plan = PlanWriter(program.config, layout.placement).write(idle, bucket)
-        plan = jax.tree.map(lambda x: placed(x, stand_in(P())), plan)
+        plan = jax.tree.map(lambda x: placed(x, stand_in(PLAN_SPEC)), plan)
         return weights, with_shaping(state, shaping) if bucket.sampling is Sampling.SHAPED else state, plan
 
     return of_bucket
@@ -287,11 +292,11 @@ def _shapes_of(
 
 def idle_plan(bucket: Bucket, config: EngineConfig) -> DispatchPlan:
     """A plan in which nothing is live."""
-    ticks = bucket.rounds * config.stages
+    ticks = config.data * bucket.rounds * config.stages
     return DispatchPlan(
         index=0,
         rounds=bucket.rounds,
-        rows=((-1,) * bucket.rows,) * config.stages,
+        rows=((-1,) * bucket.rows,) * (config.data * config.stages),
         slots=tuple(SlotView() for _ in range(config.max_num_seqs)),
         chunks=(None,) * ticks if bucket.chunk else (),
         num_rows=bucket.rows,
@@ -332,8 +337,12 @@ def resolve_config(
       InvalidValueError: a value that cannot work, or not with this model.
     """
     context = min(model.max_position_embeddings, CPU_CONTEXT if on_cpu else ACCELERATOR_CONTEXT)
+    slots, data = EngineConfig.max_num_seqs if on_cpu else 64, options.overrides.get("data", 1)
+    if isinstance(data, int) and data > 0:
+        slots += -slots % data  # equally many in each replica
     values: dict[str, EngineFieldValue] = {
         "max_model_len": context,
+        "max_num_seqs": slots,
         "dtype": ("float32" if on_cpu else "bfloat16") if options.dtype == "auto" else options.dtype,
     }
     if on_cpu:
@@ -343,7 +352,6 @@ def resolve_config(
             "min_rows": 2,
             "max_rounds": 4,
             "prefill_chunk": 256,
-            "max_num_seqs": 64,
             "table_growth": 2,
             "static_sampling": True,
         }
@@ -351,6 +359,9 @@ def resolve_config(
     if values.get("num_speculative_tokens", AUTO) == AUTO:
         values |= {"num_speculative_tokens": AUTO_DRAFTS if has_mtp else 0, "adaptive_drafts": has_mtp}
     config = dataclasses.replace(EngineConfig(), **values)  # type: ignore[arg-type]
+    if config.max_num_seqs % config.data:
+        legal = f"a multiple of --data, {config.data}: replicas have equally many"
+        raise InvalidValueError("--max-num-seqs", config.max_num_seqs, legal)
     if config.max_model_len > model.max_position_embeddings:
         legal = f"up to {model.max_position_embeddings}, the model's context"
         raise InvalidValueError("--max-model-len", config.max_model_len, legal)

@@ -20,6 +20,7 @@ from mtp_jax.engine.plan_arrays import (
     PlanArrays,
     PlanWriter,
     PromptResult,
+    number_slots,
     read_prompt_results,
     read_results,
 )
@@ -225,7 +226,7 @@ class Engine:
         self._unread.popleft()
         began = time.perf_counter()
         self._time(launched, began)
-        packed, slots = np.asarray(output.results), launched.plan.slots
+        packed, slots = number_slots(np.asarray(output.results), self.config), launched.plan.slots
         for result in read_prompt_results(packed, launched.bucket, slots):
             self._note_prompt(result)
         results = read_results(packed, launched.bucket, slots)

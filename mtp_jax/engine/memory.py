@@ -154,13 +154,13 @@ def plan_memory(
         num_pages = config.num_pages
     elif free is None:
         # Four times what all slots can hold at once is room enough for a prefix cache.
-        num_pages = max(min(CPU_CACHE_BYTES // page, 4 * config.max_num_seqs * request), request)
+        num_pages = max(min(CPU_CACHE_BYTES // page, 4 * config.slots_per_replica * request), request)
     else:
         num_pages = int(free * CACHE_SHARE / page)
     # XLA indexes a cache in 32 bits; without a prefix cache, pages beyond all slots could never be used.
     num_pages = min(num_pages, _most_pages(layout, config))
     if not (config.enable_prefix_caching or pages_given):
-        num_pages = min(num_pages, config.max_num_seqs * request)
+        num_pages = min(num_pages, config.slots_per_replica * request)
     return dataclasses.replace(plan, num_pages=num_pages)
 
 

@@ -15,8 +15,10 @@ from mtp_jax.engine.logprobs import PROMPT_ROW, unpack, unpack_all
 from mtp_jax.engine.sampling import RowSampling
 from mtp_jax.request import TokenLogprobs
 from mtp_jax.scheduler.plan import DEVICE_STOP_TOKENS, DispatchPlan, RowResult, SlotView
+from sharding.mesh import DATA
 from sharding.placement import Placement
 
+PLAN_SPEC = P(DATA)  # of every array of a plan: along its first axis, replica by replica
 RESULT_FIELDS = 5  # columns of a result row before its tokens: slot, generation, count, drafts, accepted
 
 
@@ -36,7 +38,10 @@ class ChunkArrays:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PlanArrays:
-    """A `DispatchPlan` on the device, replicated. U slots, W pages, B rows a group."""
+    """A `DispatchPlan` on the device. U slots, W pages, B rows a group.
+
+    Shapes and slots are those of one replica, whose devices all have its part; see `PLAN_SPEC`.
+    """
 
     rows: jax.Array  # Z B int32 slot of each row, -1: none
     generation: jax.Array  # U
@@ -78,7 +83,7 @@ class PlanWriter:
         u = config.max_num_seqs
         self.placement = placement
         self._config = config
-        self._sharding = NamedSharding(placement.mesh, P())
+        self._sharding = NamedSharding(placement.mesh, PLAN_SPEC)
         self._seen = [(0, 0)] * u  # (generation, pages) of each slot, as written below
         self._table = np.zeros((u, config.pages_per_slot), np.int32)
         self._columns = {
@@ -151,29 +156,42 @@ class PlanWriter:
             self._columns[name][index] = value
 
     def _rows(self, plan: DispatchPlan, bucket: Bucket) -> np.ndarray:
-        rows = np.full((self._config.stages, bucket.rows), -1, np.int32)
+        config = self._config
+        rows = np.full((config.data * config.stages, bucket.rows), -1, np.int32)
         for group, slots in enumerate(plan.rows):
             rows[group, : len(slots)] = slots
-        return rows
+        return np.where(rows < 0, rows, rows % config.slots_per_replica)
 
     def _chunks(self, plan: DispatchPlan, bucket: Bucket) -> dict[str, np.ndarray]:
-        ticks = bucket.rounds * self._config.stages
+        ticks = self._config.data * bucket.rounds * self._config.stages
         ints = np.zeros((5, ticks), np.int32)
         tokens = np.zeros((ticks, bucket.chunk), np.int32)
         for tick, chunk in enumerate(plan.chunks):
             if chunk is not None:
                 count = len(chunk.token_ids)
-                ints[:, tick] = (chunk.slot, chunk.generation, chunk.start, count, chunk.next_token)
+                slot = chunk.slot % self._config.slots_per_replica
+                ints[:, tick] = (slot, chunk.generation, chunk.start, count, chunk.next_token)
                 tokens[tick, :count] = chunk.token_ids
         names = ("slot", "generation", "start", "count", "next_token")
         return {name: ints[i] for i, name in enumerate(names)} | {"tokens": tokens}
+
+
+def number_slots(packed: np.ndarray, config: EngineConfig) -> np.ndarray:
+    """Results of a dispatch with the engine's numbers of slots instead of each replica's own."""
+    if config.data == 1:
+        return packed
+    ticks, rows, fields = packed.shape
+    by_replica = packed.reshape(ticks, config.data, rows // config.data, fields).copy()
+    by_replica[..., 0] += config.slots_per_replica * np.arange(config.data, dtype=packed.dtype)[:, None]
+    return by_replica.reshape(packed.shape)
 
 
 def read_results(packed: np.ndarray, bucket: Bucket, slots: Sequence[SlotView] = ()) -> list[RowResult]:
     """Results of a dispatch, [ticks, rows, fields], as rows in tick order; empty ones left out.
 
     Args:
-      packed: RESULT_FIELDS, then the bucket's k + 1 tokens, then their reports where it has them.
+      packed: with the engine's numbers of slots; a row is RESULT_FIELDS, then the bucket's k + 1 tokens,
+        then their reports where it has them.
       slots: those of the plan, which say who wants log-probabilities.
     """
     first, results = RESULT_FIELDS + bucket.drafts + 1, []

@@ -19,7 +19,7 @@ from mtp_jax.engine.paged import PagedAttention, Segment
 from mtp_jax.engine.plan_arrays import ChunkArrays, PlanArrays
 from mtp_jax.engine.state import Carry, EngineState, Flight, Lane
 from mtp_jax.models.layers import Cache, Rope, rope_tables
-from sharding.mesh import STAGE
+from sharding.mesh import DATA, STAGE
 from sharding.stage_plan import StagePlan
 
 
@@ -43,7 +43,12 @@ RunLayer = Callable[[Leaves, Carry, Cache, Rope, PagedAttention], tuple[Carry, C
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """One device's part of one dispatch; every array it holds is this device's shard."""
+    """One device's part of one dispatch; every array it holds is this device's shard.
+
+    Replicas go through the same ticks, each with its own slots: what is decided on the device, such as
+    whether a group has work, differs between them, and nothing in here moves from one to another but the
+    tokens of experts, where replicas share them.
+    """
 
     bucket: Bucket
     stage_plan: StagePlan
@@ -51,6 +56,7 @@ class Ring:
     run_layers: Sequence[Sequence[RunLayer | None]]  # by layer slot and stage; None: empty there
     head: Head
     plan: PlanArrays
+    shares_experts: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -66,7 +72,8 @@ class Ring:
             return (state, useful + busy), results
 
         numbers = jnp.arange(ticks, dtype=jnp.int32)
-        (state, useful), results = jax.lax.scan(body, (state, jnp.int32(0)), (numbers, self.plan.chunks))
+        none = jax.lax.pcast(jnp.int32(0), DATA, to="varying")
+        (state, useful), results = jax.lax.scan(body, (state, none), (numbers, self.plan.chunks))
         return state, results, useful
 
     def tick(
@@ -79,12 +86,12 @@ class Ring:
         if entering is not None:
             state = self._enter_chunk(state, tick % z, entering)
         busy = self._busy_stages(state)
-        rows, lane_rows, caches = self._run_stage(state, here)
+        carry, caches = self._run_stage(state, here)
         state = dataclasses.replace(state, caches=caches)
-        state, results = self._run_head(state, leaving, rows.x, None if lane_rows is None else lane_rows.x)
+        state, results = self._run_head(state, leaving, carry.x)
         flight, embedded = self._rebuild(state, leaving)
         state = dataclasses.replace(state, flight=flight)
-        return self._pass_on(state, rows, lane_rows, embedded), results, busy
+        return self._pass_on(state, carry, embedded), results, busy
 
     # Reading flights
 
@@ -143,10 +150,8 @@ class Ring:
         x = x.at[0, :size].set(jnp.where(first, embedded, x[0, :size]))
         return dataclasses.replace(state, lane=lane, lane_rows=dataclasses.replace(state.lane_rows, x=x))
 
-    def _run_stage(
-        self, state: EngineState, here: jax.Array
-    ) -> tuple[Carry, Carry | None, tuple[Cache, ...]]:
-        """This stage's layers over its group and chunk: (rows [B, T, ...], chunk [C, ...], caches)."""
+    def _run_stage(self, state: EngineState, here: jax.Array) -> tuple[Carry, tuple[Cache, ...]]:
+        """This stage's layers over its group and chunk: (carry [M, ...], caches)."""
         group = self._group(state.flight, here)
         b, t = group.tokens.shape
         columns = jnp.arange(t, dtype=jnp.int32)
@@ -172,12 +177,16 @@ class Ring:
         if self.num_stages == 1:  # a dispatch without work is never launched
             carry, caches = run(carry, caches)
         else:
-            carry, caches = jax.lax.cond(
-                self._has_work(state, here), run, lambda carry, caches: (carry, caches), carry, caches
-            )
-        rows = jax.tree.map(lambda x: x[: b * t].reshape(b, t, -1), carry)
-        lane_rows = jax.tree.map(lambda x: x[b * t :], carry) if self.bucket.chunk else None
-        return rows, lane_rows, jax.tree.map(lambda cache: cache[None], caches)
+            work = self._has_work(state, here)
+            if self.shares_experts:  # replicas meet inside, so they go in together
+                work = jax.lax.pmax(work.astype(jnp.int32), DATA) > 0
+            carry, caches = jax.lax.cond(work, run, lambda carry, caches: (carry, caches), carry, caches)
+        return carry, jax.tree.map(lambda cache: cache[None], caches)
+
+    def _split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Token rows [M, ...] as those of the group, [B, T, ...], and of the chunk, [C, ...]."""
+        b, t = self.bucket.rows, self.bucket.drafts + 1
+        return x[: b * t].reshape(b, t, -1), x[b * t :]
 
     def _run_layers(
         self, carry: Carry, caches: tuple[Cache, ...], attend: PagedAttention
@@ -187,7 +196,7 @@ class Ring:
         indexer = self.head.model.indexer
         if indexer is not None and carry.indices is None:  # the stage's first layer chooses them
             nothing = jnp.full((carry.x.shape[0], indexer.topk), -1, jnp.int32)
-            carry = dataclasses.replace(carry, indices=jax.lax.pcast(nothing, STAGE, to="varying"))
+            carry = dataclasses.replace(carry, indices=jax.lax.pcast(nothing, (STAGE, DATA), to="varying"))
         rope = rope_tables(attend.positions, self.head.model)
         stage = jax.lax.axis_index(STAGE)
         new_caches = []
@@ -206,12 +215,12 @@ class Ring:
         return carry, tuple(new_caches)
 
     def _run_head(
-        self, state: EngineState, leaving: jax.Array, rows_x: jax.Array, lane_x: jax.Array | None
+        self, state: EngineState, leaving: jax.Array, x: jax.Array
     ) -> tuple[EngineState, jax.Array]:
         """Verifies and drafts what leaves the last stage. Returns (state, results [rows, fields])."""
         rows, chunk = self._leaving(state, leaving)
-        hidden = self._from_last_stage(rows_x)
-        lane_hidden = None if lane_x is None else self._from_last_stage(lane_x)
+        hidden, lane_hidden = self._split(self._from_last_stage(x))
+        lane_hidden = lane_hidden if self.bucket.chunk else None
 
         def run(slots, mtp_cache, hidden, lane_hidden):
             return self.head(slots, mtp_cache, rows, chunk, hidden, lane_hidden)
@@ -223,7 +232,8 @@ class Ring:
             shape = jax.eval_shape(run, *operands)[2]
 
             def skip(slots, mtp_cache, hidden, lane_hidden):
-                return slots, mtp_cache, jnp.zeros(shape.shape, shape.dtype)
+                nothing = jax.lax.pcast(jnp.zeros(shape.shape, shape.dtype), DATA, to="varying")
+                return slots, mtp_cache, nothing
 
             work = jnp.any(rows.valid) if chunk is None else jnp.any(rows.valid) | chunk.valid
             slots, mtp_cache, results = jax.lax.cond(work, run, skip, *operands)
@@ -287,26 +297,38 @@ class Ring:
         )
         return flight, embedded
 
-    def _pass_on(
-        self, state: EngineState, rows: Carry, lane_rows: Carry | None, embedded: jax.Array
-    ) -> EngineState:
-        """Moves every stage's output to the next one; the rebuilt group enters stage 0."""
+    def _pass_on(self, state: EngineState, carry: Carry, embedded: jax.Array) -> EngineState:
+        """Moves every stage's output to the next one, in one piece; the rebuilt group enters stage 0."""
         first = jax.lax.axis_index(STAGE) == 0
         forward = [(s, (s + 1) % self.num_stages) for s in range(self.num_stages)]
-
-        def arriving(sent: Carry) -> Carry:
-            return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, forward), sent)
-
-        arrived = arriving(rows)
-        entering = jnp.where(first, embedded.astype(arrived.x.dtype), arrived.x)
+        sent, unpack = _packed(carry)
+        arrived = unpack(jax.lax.ppermute(sent, STAGE, forward))
+        rows = jax.tree.map(lambda x: self._split(x)[0], arrived)
+        rows = dataclasses.replace(rows, x=jnp.where(first, embedded.astype(rows.x.dtype), rows.x))
         b, t, c = self.bucket.rows, self.bucket.drafts + 1, self.bucket.chunk
-        new_rows = jax.tree.map(
-            lambda old, new: old.at[0, :b, :t].set(new), state.rows, dataclasses.replace(arrived, x=entering)
-        )
+        new_rows = jax.tree.map(lambda old, new: old.at[0, :b, :t].set(new), state.rows, rows)
         lane = state.lane_rows
-        if lane_rows is not None:
-            lane = jax.tree.map(lambda old, new: old.at[0, :c].set(new), lane, arriving(lane_rows))
+        if c:
+            lane = jax.tree.map(lambda old, new: old.at[0, :c].set(self._split(new)[1]), lane, arrived)
         return dataclasses.replace(state, rows=new_rows, lane_rows=lane)
+
+
+def _packed(carry: Carry) -> tuple[jax.Array, Callable[[jax.Array], Carry]]:
+    """A carry as one array [M, ...], and what makes a carry of such an array: a message costs its latency."""
+    x, indices = carry.x, carry.indices
+    if indices is None:
+        return x, lambda sent: Carry(sent, None)
+    # As integers, for no bit of an index may be taken for a NaN's.
+    word = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
+    words = jax.lax.bitcast_convert_type(indices, word).reshape(indices.shape[0], -1)
+    width = x.shape[1]
+
+    def unpack(sent: jax.Array) -> Carry:
+        halves = sent[:, width:].reshape(*indices.shape, *(() if word == jnp.uint32 else (2,)))
+        x_back = jax.lax.bitcast_convert_type(sent[:, :width], x.dtype)
+        return Carry(x_back, jax.lax.bitcast_convert_type(halves, jnp.int32))
+
+    return jnp.concatenate([jax.lax.bitcast_convert_type(x, word), words], axis=1), unpack
 
 
 def _skip_layer(carry: Carry, cache: Cache, rope: Rope, attend: PagedAttention) -> tuple[Carry, Cache]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mtp_jax.engine.shaping_state import (
     ANY_TOKEN,
@@ -30,6 +31,7 @@ from mtp_jax.errors import InvalidRequestError
 from mtp_jax.request import SamplingParams
 from mtp_jax.scheduler.plan import Shaping, SlotView
 from mtp_jax.text.tokenizer import Tokenizer
+from sharding.mesh import DATA
 from sharding.placement import Placement
 
 
@@ -82,10 +84,17 @@ class ShapingSlots:
 
     @functools.cached_property
     def _put(self):
-        def put(state: ShapingState, slot: jax.Array, row: ShapingState) -> ShapingState:
-            return jax.tree.map(lambda rows, new: rows.at[slot].set(new), state, row)
+        specs = shaping_specs(self._placement)
+        in_specs = (specs, P(), slot_specs(self._placement))
 
-        return jax.jit(put, donate_argnums=0, out_shardings=self._shardings(shaping_specs(self._placement)))
+        @functools.partial(jax.shard_map, mesh=self._placement.mesh, in_specs=in_specs, out_specs=specs)
+        def put(state: ShapingState, slot: jax.Array, row: ShapingState) -> ShapingState:
+            size = state.generation.shape[0]
+            local = slot - jax.lax.axis_index(DATA) * size
+            at = jnp.where((local >= 0) & (local < size), local, size)  # past the end: another replica's
+            return jax.tree.map(lambda rows, new: rows.at[at].set(new, mode="drop"), state, row)
+
+        return jax.jit(put, donate_argnums=0)
 
 
 def slot_arrays(installation: Installation, padded_vocab: int) -> ShapingState:

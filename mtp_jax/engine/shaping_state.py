@@ -19,7 +19,7 @@ COUNT, IS_STOP, IN_PROMPT = (1 << 29) - 1, 1 << 29, 1 << 30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShapingState:
-    """Per request slot; [U, V] arrays are split along V, over padded ids."""
+    """Per request slot, split by replica; [U, V] arrays are split along V too, over padded ids."""
 
     generation: jax.Array  # U int32    that the slot's part was installed for
     bias: jax.Array  # U V float32      added to logits; -inf where a token is not allowed
@@ -35,7 +35,7 @@ class ShapingState:
 
 def shaping_specs(placement: Placement) -> ShapingState:
     """PartitionSpecs."""
-    return _specs(placement.spec(), placement.spec(None, "vocab"))
+    return _specs(placement.spec("replica"), placement.spec("replica", "vocab"))
 
 
 def slot_specs(placement: Placement) -> ShapingState:

@@ -7,6 +7,10 @@ Three owners, and nothing is shared between them:
   * a *chunk* in the prefill lane owns its tokens and place, likewise.
 
 Flights and chunks carry (slot, generation). Where the slot's generation has moved on, they are dropped.
+
+Shapes below are those of one replica, which are what its devices see. Along the first axis of each array
+(the second where the first one is of stages) the replicas' parts lie one behind another, split over `data`.
+Slots and pages are numbered within a replica, so no device ever reads of another replica.
 """
 
 import dataclasses
@@ -14,22 +18,25 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import EngineConfig
 from mtp_jax.engine.paged import sink_pages
 from mtp_jax.engine.shaping_state import ShapingState
-from mtp_jax.engine.trees import stand_in
+from mtp_jax.engine.trees import spec_of, stand_in
 from mtp_jax.engine.weights import WeightLayout
 from mtp_jax.models.layers import Cache, CacheRows
 from mtp_jax.models.registry import mtp_caches
+from sharding.mesh import DATA
 from sharding.placement import Placement
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Per request slot, replicated. A slot is live from the end of its prompt, under its generation."""
+    """Per request slot, on all devices of its replica.
+
+    A slot is live from the end of its prompt, under its generation.
+    """
 
     generation: jax.Array  # U int32   the request these fields belong to; 0: none
     length: jax.Array  # U int32       positions with valid KV: known tokens minus the last one
@@ -46,7 +53,7 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flight:
-    """Rows of each of the Z groups of the ring, replicated; B is the largest row bucket."""
+    """Rows of each of the Z groups of the ring, on all devices of a replica; B is the largest row bucket."""
 
     slot: jax.Array  # Z B int32
     generation: jax.Array  # Z B int32
@@ -59,7 +66,7 @@ class Flight:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """Prompt chunks in flight, replicated, by the tick (mod Z) at which they entered."""
+    """Prompt chunks in flight, likewise, by the tick (mod Z) at which they entered."""
 
     slot: jax.Array  # Z int32
     generation: jax.Array  # Z int32
@@ -103,14 +110,14 @@ def _keeps_logits(config: EngineConfig) -> bool:
 def state_specs(layout: WeightLayout, config: EngineConfig) -> EngineState:
     """The state's PartitionSpecs, in the state's own shape."""
     placement = layout.placement
-    whole = stand_in(P())
-    by_stage = stand_in(placement.spec("layer_stage"))
+    whole = stand_in(placement.spec("replica"))
+    by_stage = stand_in(placement.spec("layer_stage", "replica"))
     carry = Carry(by_stage, by_stage if layout.carries_indices else None)
-    logits = stand_in(placement.spec(None, None, "vocab")) if _keeps_logits(config) else None
+    logits = stand_in(placement.spec("replica", None, "vocab")) if _keeps_logits(config) else None
     drafts = config.num_speculative_tokens > 0
 
     def cache(rows: tuple[CacheRows, ...], *leading: str | None) -> Cache:
-        entries = {"token": (None, None), "slot": (None,), "round": (None, None)}
+        entries = {"token": ("replica", None), "slot": ("replica",), "round": ("replica", None)}
         return tuple(stand_in(placement.spec(*leading, *entries[row.per], *row.axes)) for row in rows)
 
     return EngineState(
@@ -127,7 +134,7 @@ def state_specs(layout: WeightLayout, config: EngineConfig) -> EngineState:
 def state_shapes(layout: WeightLayout, config: EngineConfig) -> EngineState:
     """The state as ShapeDtypeStructs, for the memory plan."""
     model, draft_vocab = layout.model, layout.padded_draft_vocab
-    u, z, b, c = config.max_num_seqs, config.stages, config.rows_per_group, config.prefill_chunk
+    u, z, b, c = config.slots_per_replica, config.stages, config.rows_per_group, config.prefill_chunk
     k, dtype = config.num_speculative_tokens, jnp.dtype(config.dtype)
 
     def array(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.int32) -> jax.Array:
@@ -148,7 +155,7 @@ def state_shapes(layout: WeightLayout, config: EngineConfig) -> EngineState:
             indices = array((*rows, model.indexer.topk))
         return Carry(array((*rows, model.hidden_size), dtype), indices)
 
-    return EngineState(
+    one = EngineState(  # a replica's
         slots=Slots(
             generation=array((u,)),
             length=array((u,)),
@@ -165,6 +172,13 @@ def state_shapes(layout: WeightLayout, config: EngineConfig) -> EngineState:
         caches=tuple(cache(rows, z) for rows in layout.slot_caches),
         mtp_cache=cache(mtp_caches(model)) if k else None,
     )
+
+    def of_all(shape: jax.Array, spec: jax.Array) -> jax.Array:
+        at = tuple(spec_of(spec)).index(DATA)
+        sizes = (*shape.shape[:at], config.data * shape.shape[at], *shape.shape[at + 1 :])
+        return array(sizes, shape.dtype)
+
+    return jax.tree.map(of_all, one, state_specs(layout, config))
 
 
 def init_state(shapes: EngineState, specs: EngineState, placement: Placement) -> EngineState:

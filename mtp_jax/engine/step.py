@@ -13,7 +13,7 @@ from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.buckets import Bucket, Sampling
 from mtp_jax.engine.draft import MTP
 from mtp_jax.engine.head import Head
-from mtp_jax.engine.plan_arrays import PlanArrays
+from mtp_jax.engine.plan_arrays import PLAN_SPEC, PlanArrays
 from mtp_jax.engine.ring import Ring, RunLayer
 from mtp_jax.engine.shaping_state import shaping_specs
 from mtp_jax.engine.state import Carry, EngineState, state_specs, with_shaping
@@ -24,7 +24,7 @@ from mtp_jax.models.block import LayerKind, layer_leaves
 from mtp_jax.models.layers import UNSPLIT, Around, SumOver
 from mtp_jax.models.leaves import merge
 from mtp_jax.models.registry import layer_kinds, make_layer, make_mtp
-from sharding.mesh import TENSOR
+from sharding.mesh import DATA, TENSOR
 from sharding.placement import HEAD_AXES
 
 
@@ -33,8 +33,8 @@ from sharding.placement import HEAD_AXES
 class StepOutput:
     """What the host reads of a dispatch."""
 
-    results: jax.Array  # ticks, rows, RESULT_FIELDS + T int32; rows without tokens have count 0
-    useful: jax.Array  # int32: stage-ticks of this dispatch that had work
+    results: jax.Array  # ticks, replicas * rows, RESULT_FIELDS + T int32; rows without tokens have count 0
+    useful: jax.Array  # int32: stage-ticks of this dispatch that had work, of all replicas
 
 
 Step = Callable[[Weights, EngineState, PlanArrays], tuple[EngineState, StepOutput]]
@@ -56,13 +56,15 @@ class Program:
         states = state_specs(layout, self.config)
         if bucket.sampling is Sampling.SHAPED:
             states = with_shaping(states, shaping_specs(layout.placement))
-        in_specs = (layout.specs(), states, P())
+        in_specs = (layout.specs(), states, PLAN_SPEC)
         out_specs = (states, StepOutput(stand_in(P()), stand_in(P())))
 
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         def step(weights: Weights, state: EngineState, plan: PlanArrays) -> tuple[EngineState, StepOutput]:
             state, results, useful = self._ring(bucket, weights, plan).dispatch(state)
-            return state, StepOutput(results, useful)
+            # Once a dispatch, so that the host can read them from whichever device it has.
+            results = jax.lax.all_gather(results, DATA, axis=1, tiled=True, to="invarying")
+            return state, StepOutput(results, jax.lax.psum(useful, DATA))
 
         step.__name__ = bucket.name
         return jax.jit(step, donate_argnums=1)
@@ -86,7 +88,12 @@ class Program:
             mtp=self._mtp(weights, vocabulary),
             plan=plan,
         )
-        return Ring(bucket, layout.plan, layers, self._layer_runners(), head, plan)
+        runners = self._layer_runners()
+        return Ring(bucket, layout.plan, layers, runners, head, plan, self._shares_experts)
+
+    @property
+    def _shares_experts(self) -> bool:
+        return "experts" in self.layout.placement.shared
 
     def _layer_runners(self) -> tuple[tuple[RunLayer | None, ...], ...]:
         """How each stage runs each layer slot; what is alike shares one function."""
@@ -104,8 +111,10 @@ class Program:
         structure = make_layer(self.layout.model, kind, self.layout.dtype)
         table = layer_leaves(self.layout.model, kind)
         heads = {"grouped": "kv_heads", "delta": "key_heads"}.get(kind.attention, "heads")
-        sums = (self._sum_over(name, (TENSOR,)) for name in (heads, "ffn", "experts"))
-        sum_attention, sum_ffn, sum_experts = sums
+        sum_attention, sum_ffn = (self._sum_over(name, (TENSOR,)) for name in (heads, "ffn"))
+        sum_experts = self._sum_over("experts", (TENSOR,))
+        if self._shares_experts:
+            sum_experts = SumOver((DATA, TENSOR), rows=(DATA,))
 
         reuse = runs.attention != kind.attention
 

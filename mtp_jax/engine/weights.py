@@ -1,5 +1,6 @@
 """Which weights the program takes: their shapes, places, and reading them from a checkpoint."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -240,17 +241,18 @@ class WeightLayout:
         Each device gets its own shard only, converted on the host; a part that several devices hold is
         read once.
         """
-        parts: dict[str, np.ndarray] = {}
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        sharding, shards = NamedSharding(self.placement.mesh, spec), []
+        where = sharding.addressable_devices_indices_map(like.shape)
+        holders = collections.defaultdict(list)  # of each part; replicas of a shard need not be neighbours
+        for device, index in where.items():
+            holders[str(index)].append(device)
+        for devices in holders.values():
+            index = where[devices[0]]
             assert index is not None
-            if str(index) not in parts:
-                parts.clear()
-                part = whole(index) if callable(whole) else np.ascontiguousarray(whole[index])
-                parts[str(index)] = part.astype(like.dtype, copy=False)
-            return parts[str(index)]
-
-        return jax.make_array_from_callback(like.shape, NamedSharding(self.placement.mesh, spec), shard)
+            part = whole(index) if callable(whole) else np.ascontiguousarray(whole[index])
+            part = part.astype(like.dtype, copy=False)
+            shards += [jax.device_put(part, device) for device in devices]
+        return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
 
 
 class _LeafReader:

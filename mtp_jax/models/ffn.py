@@ -71,13 +71,14 @@ class Experts(nnx.Module):
         assert self.gate_up is not None and self.down is not None
         normed = rms_norm(x, self.post_norm[...], self.eps)
         with jax.named_scope("router"):
-            wide = normed.astype(jnp.float32)
+            rows = around.sum_experts.gather(normed)
+            wide = rows.astype(jnp.float32)
             logits = linear(wide, self.router[...].astype(jnp.float32))
             bias = None if self.router_bias is None else self.router_bias[...]
             chosen, weights = route(logits, bias, self.experts)
         with jax.named_scope("experts"):
             first = around.sum_experts.index() * self.gate_up.shape[0]
-            out = experts_ffn(normed, chosen - first, weights, self.gate_up[...], self.down[...])
+            out = experts_ffn(rows, chosen - first, weights, self.gate_up[...], self.down[...])
             x = x + around.sum_experts(out).astype(x.dtype)
         if self.shared_gate_up is None or self.shared_down is None:
             return x

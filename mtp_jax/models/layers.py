@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SumOver:
-    """Sums partial products over the devices of these mesh axes, among which their weights are split."""
+    """Sums partial products over the devices of these mesh axes, among which their weights are split.
+
+    Along `rows`, some of the axes, devices have other tokens: `gather` gives each of them all rows, and the
+    sum gives them back their own.
+    """
 
     axes: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
 
     @property
     def over_one_device(self) -> bool:
@@ -38,8 +43,15 @@ class SumOver:
         """This device's number among them, int32."""
         return jax.lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Rows [M, ...] of every device whose weights these devices have a part of."""
+        return jax.lax.all_gather(x, self.rows, axis=0, tiled=True) if self.rows else x
+
     def __call__(self, x: jax.Array) -> jax.Array:
-        return jax.lax.psum(x, self.axes) if self.axes else x
+        if self.rows:
+            x = jax.lax.psum_scatter(x, self.rows, scatter_dimension=0, tiled=True)
+        axes = tuple(axis for axis in self.axes if axis not in self.rows)
+        return jax.lax.psum(x, axes) if axes else x
 
 
 UNSPLIT = SumOver()

@@ -5,10 +5,10 @@ import dataclasses
 import math
 
 from mtp_jax.config import EngineConfig, ModelConfig
-from mtp_jax.engine.build import EngineOptions, check_layout, draw_layout, resolve_config
+from mtp_jax.engine.build import EngineOptions, draw_layout, resolve_config
 from mtp_jax.engine.memory import MemoryPlan, check_memory, plan_memory
 from mtp_jax.engine.weights import WeightLayout
-from mtp_jax.errors import InvalidValueError, UnsupportedHereError
+from mtp_jax.errors import InvalidValueError
 from mtp_jax.models.registry import expected_tensors, layer_kinds, mtp_tensors
 from mtp_jax.plan.devices import Device
 from sharding.mesh import abstract_mesh
@@ -37,7 +37,6 @@ class Plan:
     layout: WeightLayout
     memory: MemoryPlan
     refusal: str | None  # why it does not fit
-    unsupported: str | None  # why this release does not run it, though it may fit
 
     @property
     def fits(self) -> bool:
@@ -101,14 +100,10 @@ def draw_plan(model: ModelConfig, options: EngineOptions, device: Device) -> Pla
     layout = draw_layout(model, config, abstract_mesh(config.stages, config.data, config.tensor))
     pages_given = "num_pages" in options.overrides
     memory = plan_memory(layout, config, options.kv_cache_gib, pages_given, device.usable)
-    refusal = unsupported = None
+    refusal = None
     try:
         check_memory(memory, config, options.kv_cache_gib, pages_given)
     except InvalidValueError as error:
         where = "" if error.field == "--model" else f"{error.field}: "
         refusal = f"{where}got {error.got}; expected {error.legal}"
-    try:
-        check_layout(config)
-    except UnsupportedHereError as error:
-        unsupported = str(error)
-    return Plan(model, config, device, layout, memory, refusal, unsupported)
+    return Plan(model, config, device, layout, memory, refusal)

@@ -18,8 +18,6 @@ def table(plan: Plan, changes: Sequence[Change]) -> str:
     parts = [_head(plan), _stages(plan), _memory(plan), _verdict(plan)]
     if not plan.fits:
         parts.append(_changes(plan, changes))
-    if plan.unsupported is not None:
-        parts.append(f"note: this release only plans it. {plan.unsupported}")
     return "\n\n".join(parts)
 
 
@@ -33,8 +31,7 @@ def _head(plan: Plan) -> str:
         f"mesh         stage {config.stages} x data {config.data} x tensor {config.tensor} = "
         f"{plan.num_devices} x {device.name} of {device.memory / GIB:.1f} GiB{taken}",
         f"speculation  {f'up to {k} drafts' if config.adaptive_drafts else f'{k} drafts' if k else 'off'}",
-        f"requests     {config.max_num_seqs} at a time, {config.max_model_len} tokens each at most"
-        + (" (each replica)" if config.data > 1 else ""),
+        f"requests     {config.max_num_seqs} at a time, {config.max_model_len} tokens each at most",
     ]
     whole = sorted(_replicated(plan))
     if whole:
@@ -184,5 +181,4 @@ def _values(plan: Plan) -> dict[str, object]:
         "num_longest": plan.num_longest,
         "fits": plan.fits,
         "refusal": plan.refusal,
-        "unsupported": plan.unsupported,
     }

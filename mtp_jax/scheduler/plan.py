@@ -5,6 +5,9 @@ dispatch start at 0, and every dispatch starts with group 0 about to enter stage
 stage s works on group (t - s) mod Z and group (t + 1) mod Z leaves the last stage. A prefill
 chunk given for tick t enters stage 0 at tick t and leaves the last stage at tick t + Z - 1, which
 may lie in the next dispatch.
+
+Replicas (the data axis) go through the same ticks, each with groups and a prefill lane of its own. Slots are
+numbered through all of them, replica by replica; pages within each.
 """
 
 import dataclasses
@@ -70,9 +73,9 @@ class DispatchPlan:
 
     index: int  # counts dispatches
     rounds: int  # R
-    rows: tuple[tuple[int, ...], ...]  # Z groups of num_rows entries: the slot of each row, -1 where empty
+    rows: tuple[tuple[int, ...], ...]  # Z groups a replica, of num_rows entries: slots, -1 where empty
     slots: tuple[SlotView, ...]  # every slot of the engine; read it before the scheduler runs again
-    chunks: tuple[Chunk | None, ...]  # one per tick (rounds * Z) if has_lane, else empty
+    chunks: tuple[Chunk | None, ...]  # one per tick (rounds * Z) of each replica if has_lane, else empty
     num_rows: int  # rows a group; covers this plan's rows and the previous plan's, whose flights still arrive
     width: int  # pages: columns of the page table; covers every slot that is live or in flight
     chunk_size: int  # tokens: width of the prefill lane; covers the chunks in flight too. 0 without a lane

@@ -6,14 +6,15 @@ EMPTY = -1
 
 
 class RowTable:
-    """Rows of the Z groups of the ring.
+    """Rows of the Z groups of the ring, of each replica.
 
     A slot stays in its group for as long as it decodes: its flight leaves the last stage with that
     group only, so a move within the group is safe at any time and a move between groups is not.
     """
 
-    def __init__(self, num_groups: int, rows_per_group: int):
-        self._groups = [[EMPTY] * rows_per_group for _ in range(num_groups)]
+    def __init__(self, num_groups: int, rows_per_group: int, num_replicas: int = 1):
+        self._num_groups = num_groups
+        self._groups = [[EMPTY] * rows_per_group for _ in range(num_replicas * num_groups)]
         self._place_of_slot: dict[int, tuple[int, int]] = {}
 
     def __contains__(self, slot: int) -> bool:
@@ -27,10 +28,11 @@ class RowTable:
         """Rows that a group needs: one more than the highest row in use."""
         return max((row + 1 for _, row in self._place_of_slot.values()), default=0)
 
-    def place(self, slot: int) -> tuple[int, int]:
-        """Puts a slot into the lowest free row of the emptiest group; returns (group, row)."""
+    def place(self, slot: int, replica: int = 0) -> tuple[int, int]:
+        """Puts a slot into the lowest free row of the replica's emptiest group; returns (group, row)."""
         assert slot not in self, f"slot {slot} already has a row"
-        group = min(range(len(self._groups)), key=self._count)
+        first = replica * self._num_groups
+        group = min(range(first, first + self._num_groups), key=self._count)
         row = self._groups[group].index(EMPTY)
         self._groups[group][row] = slot
         self._place_of_slot[slot] = (group, row)
@@ -56,7 +58,7 @@ class RowTable:
                     self._place_of_slot[slot] = (group, low)
 
     def as_plan(self, num_rows: int) -> tuple[tuple[int, ...], ...]:
-        """Z groups of `num_rows` slots."""
+        """Z groups of `num_rows` slots, replica by replica."""
         padding = (EMPTY,) * num_rows
         return tuple((*rows[:num_rows], *padding)[:num_rows] for rows in self._groups)
 

@@ -1,15 +1,16 @@
 """The host scheduler: which requests run, where, on which pages, and what each dispatch does."""
 
+import bisect
 import collections
-import heapq
 from collections.abc import Iterable
 
 from mtp_jax.config import EngineConfig, bucket_for
 from mtp_jax.errors import InvalidRequestError
 from mtp_jax.request import EngineRequest
 from mtp_jax.scheduler.outstanding import ChunkExit, OutstandingPlan, OutstandingPlans
-from mtp_jax.scheduler.pages import ROOT, PagePool
+from mtp_jax.scheduler.pages import ROOT
 from mtp_jax.scheduler.plan import Chunk, DispatchPlan, RowResult, SlotView, TokenUpdate
+from mtp_jax.scheduler.replicas import Replicas
 from mtp_jax.scheduler.rows import RowTable
 from mtp_jax.scheduler.sequence import Sequence, make_sequence
 
@@ -55,12 +56,10 @@ class Scheduler:
             width_buckets,
             chunk_buckets,
         )
-        caching = config.enable_prefix_caching
-        self._pool = PagePool(config.num_pages, config.page_size, enable_prefix_caching=caching)
-        self._rows = RowTable(config.stages, config.rows_per_group)
+        self._replicas = Replicas(config)
+        self._rows = RowTable(config.stages, config.rows_per_group, config.data)
         self._last_height = 0  # rows of the last plan, whose flights arrive in the next one
         self._slots = [SlotView() for _ in range(config.max_num_seqs)]
-        self._free_slots = list(range(config.max_num_seqs))  # a heap
         self._sequences: dict[str, Sequence] = {}
         self._waiting: collections.deque[Sequence] = collections.deque()
         self._running: dict[int, Sequence] = {}  # by slot, in order of arrival
@@ -88,11 +87,11 @@ class Scheduler:
     @property
     def pages_used(self) -> int:
         """Pages held by requests; cached pages that no request holds count as free."""
-        return self._pool.num_held
+        return self._replicas.num_held
 
     @property
     def pages_total(self) -> int:
-        return self._pool.num_pages
+        return self._replicas.num_pages
 
     def num_cached_tokens(self, request_id: str) -> int:
         """Prompt tokens that the prefix cache had, for a live request or one that the last `update` ended."""
@@ -221,7 +220,8 @@ class Scheduler:
         while (end := (sequence.num_registered + 1) * size) <= min(sequence.num_computed, len(tokens) - 1):
             page = sequence.pages[sequence.num_registered]
             content = tuple(tokens[end - size : end])
-            sequence.parent = self._pool.register(sequence.parent, content, tokens[end], page)
+            pool = self._replicas.pool(sequence)
+            sequence.parent = pool.register(sequence.parent, content, tokens[end], page)
             sequence.num_registered += 1
 
     # -- slots and pages -----------------------------------------------------------------------------
@@ -231,17 +231,16 @@ class Scheduler:
         del self._running[sequence.slot]
         self._slots[sequence.slot] = SlotView()
         self._rows.remove(sequence.slot)
-        self._pool.release(sequence.pages)
-        heapq.heappush(self._free_slots, sequence.slot)
+        self._replicas.pool(sequence).release(sequence.pages)
+        self._replicas.give_back(sequence.slot)
         sequence.leave_slot()
 
-    def _preempt_latest(self) -> Sequence:
-        """Sends the running request that arrived last back to the head of the queue."""
-        sequence = next(reversed(self._running.values()))
+    def _preempt_latest(self, among: list[Sequence]) -> None:
+        """Sends the request that arrived last back to the queue, before all that arrived after it."""
+        sequence = max(among, key=lambda other: other.arrival)
         self._vacate(sequence)
-        self._waiting.appendleft(sequence)
+        bisect.insort(self._waiting, sequence, key=lambda other: other.arrival)
         self.num_preemptions += 1
-        return sequence
 
     def _reserve(self, rounds: int) -> int | None:
         """Gives every decoding request the pages for whatever `rounds` rounds and outstanding plans may make.
@@ -257,18 +256,26 @@ class Scheduler:
             for sequence in self._running.values()
             if sequence.is_decoding and not self._outstanding.surely_finish(sequence)
         ]
-        while rounds > 1 and self._pool.num_available < sum(self._missing(s, rounds) for s in growing):
+        while rounds > 1 and not self._have_pages(growing, rounds):
             rounds //= 2
         for sequence in growing:
             while sequence.slot >= 0:  # else it was preempted, here or for an earlier one
-                missing = self._missing(sequence, rounds)
-                if missing <= self._pool.num_available:
-                    sequence.pages.extend(self._pool.allocate(missing))
+                pool, missing = self._replicas.pool(sequence), self._missing(sequence, rounds)
+                if missing <= pool.num_available:
+                    sequence.pages.extend(pool.allocate(missing))
                     break
-                if any(map(self._outstanding.surely_finish, self._running.values())):
+                neighbours = [s for s in self._running.values() if self._replicas.pool(s) is pool]
+                if any(map(self._outstanding.surely_finish, neighbours)):
                     return None
-                self._preempt_latest()
+                self._preempt_latest(neighbours)
         return rounds
+
+    def _have_pages(self, growing: list[Sequence], rounds: int) -> bool:
+        """Whether every replica has the pages that its requests lack for a plan of `rounds` rounds."""
+        left = [pool.num_available for pool in self._replicas.pools]
+        for sequence in growing:
+            left[self._replicas.of(sequence.slot)] -= self._missing(sequence, rounds)
+        return min(left) >= 0
 
     def _missing(self, sequence: Sequence, rounds: int) -> int:
         """Pages that a decoding request lacks for a plan of `rounds` rounds.
@@ -280,11 +287,12 @@ class Scheduler:
         coming = OutstandingPlan(self._next_index, rounds, ())
         total = len(sequence.tokens) + 2 * widest - 1
         total += self._outstanding.most_tokens(sequence, widest) + coming.most_tokens(sequence, widest)
-        return max(0, self._pool.pages_for(min(total, sequence.max_total)) - len(sequence.pages))
+        needed = self._replicas.pool(sequence).pages_for(min(total, sequence.max_total))
+        return max(0, needed - len(sequence.pages))
 
     def _admit(self) -> None:
         """Gives slots and pages to waiting requests, strictly in order."""
-        while self._waiting and self._free_slots and self._admit_one(self._waiting[0]):
+        while self._waiting and self._admit_one(self._waiting[0]):
             self._waiting.popleft()
 
     def _admit_one(self, sequence: Sequence) -> bool:
@@ -292,25 +300,23 @@ class Scheduler:
         if self._awaits_shared_prompt(sequence):
             return False
         tokens = sequence.tokens
-        # Log-probabilities of a prompt come from computing it.
-        matched = self._pool.match(tokens) if sequence.request.params.prompt_logprobs is None else []
         # The first token, and one round with the drafts after it.
         total = min(len(tokens) + 2 * self.config.num_speculative_tokens + 2, sequence.max_total)
-        missing = self._pool.pages_for(total) - len(matched)
-        available = self._pool.num_available - self._pool.num_idle(matched)
-        # One page for each running request stays free: without this, a request that was preempted
-        # comes back at once and is preempted again.
-        if missing + len(self._running) > available:
+        # Log-probabilities of a prompt come from computing it.
+        match = sequence.request.params.prompt_logprobs is None
+        place = self._replicas.choose(tokens, total, match=match)
+        if place is None:
             return False
-        self._pool.share(matched)
+        pool, matched = self._replicas.pools[place.replica], place.matched
+        pool.share(matched)
         self._last_generation = self._last_generation % LAST_GENERATION + 1
         sequence.enter_slot(
-            slot=heapq.heappop(self._free_slots),
+            slot=self._replicas.take_slot(place.replica),
             generation=self._last_generation,
-            pages=[*matched, *self._pool.allocate(missing)],
+            pages=[*matched, *pool.allocate(place.missing)],
             num_matched=len(matched) * self.config.page_size,
             num_registered=len(matched),
-            parent=self._pool.serial(matched[-1]) if matched else ROOT,
+            parent=pool.serial(matched[-1]) if matched else ROOT,
         )
         if not sequence.was_admitted:
             sequence.was_admitted = True
@@ -345,14 +351,16 @@ class Scheduler:
         return 1 << (max(limit, 1).bit_length() - 1)
 
     def _enter_chunks(self) -> tuple[list[Chunk | None], list[tuple[int, ChunkExit]]]:
-        """One chunk a tick for Z ticks: back to back for one request, then for the next.
+        """One chunk a tick of each replica for Z ticks: back to back for one request, then for the next.
 
         Returns:
-          The chunk of each tick, and (tick, exit) of each chunk.
+          The chunk of each tick, replica by replica, and (tick, exit) of each chunk.
         """
-        chunks: list[Chunk | None] = []
+        lanes: list[list[Chunk | None]] = [[] for _ in range(self.config.data)]
         entered = []
         for sequence in self._running.values():
+            replica = self._replicas.of(sequence.slot)
+            chunks = lanes[replica]
             while not sequence.is_decoding and len(chunks) < self.config.stages:
                 start, tokens = sequence.num_entered, sequence.tokens
                 end = min(start + self._chunk_buckets[-1], len(tokens))
@@ -363,12 +371,12 @@ class Scheduler:
                 if chunk.is_final:
                     # Only the chunk of tick 0 passes all Z stages within this dispatch of Z ticks.
                     sequence.exit_plan = self._next_index + (len(chunks) > 0)
-                    self._rows.place(sequence.slot)
+                    self._rows.place(sequence.slot, replica)
                 flight = ChunkExit(sequence, sequence.generation, end - start, end)
                 entered.append((len(chunks), flight))
                 chunks.append(chunk)
-        chunks += [None] * (self.config.stages - len(chunks))
-        return chunks, entered
+        filled = [chunks + [None] * (self.config.stages - len(chunks)) for chunks in lanes]
+        return [chunk for chunks in filled for chunk in chunks], entered
 
     def _build(self, rounds: int, chunks: list[Chunk | None], flights: tuple[ChunkExit, ...]) -> DispatchPlan:
         """Puts the plan together and chooses its buckets; `flights` are all chunks in the ring."""

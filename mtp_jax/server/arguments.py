@@ -104,12 +104,17 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
         "tensor": ("shards of heads, ffn columns and vocabulary", _INTEGER, None),
         "data": ("replicas of slots and pages", _INTEGER, None),
+        "experts_over": (
+            "devices that share the experts of a layer: shards of one replica, or of all",
+            any_text,
+            ("tensor", "data-tensor"),
+        ),
     },
     "engine": {
         "max_num_seqs": ("completions decoded together; more are queued", _INTEGER, None),
         "max_model_len": ("tokens of prompt and completion together", _INTEGER, None),
         "page_size": ("tokens in a KV page, a multiple of 4", _INTEGER, None),
-        "num_pages": ("KV pages", _INTEGER, None),
+        "num_pages": ("KV pages, in each replica", _INTEGER, None),
         "kv_cache_gib": (
             "instead of --num-pages: GiB of KV pages on each device",
             number(float, 0.001),

@@ -139,7 +139,7 @@ class ServerMetrics:
         config = engine.config
         layout = {
             "block_size": str(config.page_size),
-            "num_gpu_blocks": str(config.num_pages),
+            "num_gpu_blocks": str(config.num_pages * config.data),
             "cache_dtype": config.dtype,
             "enable_prefix_caching": str(config.enable_prefix_caching),
         }

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mtp_jax.engine.build import Blueprint, EngineOptions, draw_blueprint
-from mtp_jax.errors import InvalidValueError, UnsupportedHereError
+from mtp_jax.errors import InvalidValueError
 from tests.parity.rig import TINY, RandomSource, Value
 
 PLAIN = dataclasses.replace(TINY, model_type="qwen2", num_nextn_predict_layers=0)
@@ -38,6 +38,13 @@ def test_defaults() -> None:
         ({"page_size": 6}, r"page_size: got 6; expected a multiple of 4"),
         ({"max_rounds": 3}, r"max_rounds: got 3"),
         ({"max_num_seqs": 0}, r"max_num_seqs: got 0"),
+        ({"data": 2, "max_num_seqs": 7}, r"--max-num-seqs: got 7; expected a multiple of --data, 2"),
+        (
+            {"data": 2, "experts_over": "data-tensor"},
+            r"--experts-over: .*; expected tensor: this",
+        ),
+        ({"experts_over": "data"}, r"experts_over: got 'data'; expected tensor or data-tensor"),
+        ({"data": 0}, r"data: got 0; expected an integer of at least 1"),
         ({"stages": 2, "stage_layers": (3, 3)}, r"--stage-layers: got '3,3'; .* add up to 5, .* such as 3,2"),
         ({"stages": 2, "stage_layers": (5,)}, r"stage_layers: got '5'; expected 2 integers"),
         ({"stages": 2, "stage_layers": (5, 0)}, r"stage_layers: got '5,0'; expected 2 integers"),
@@ -60,9 +67,14 @@ def test_an_unknown_family() -> None:
         draw_blueprint(EngineOptions(), source)
 
 
-def test_axes_to_come() -> None:
-    with pytest.raises(UnsupportedHereError, match="--data above 1"):
-        draw(data=2)
+def test_replicas() -> None:
+    """Slots are divided among them, pages are each one's; a default number of slots divides."""
+    drawn = draw(data=2, max_num_seqs=6, num_pages=40)
+    assert (drawn.config.slots_per_replica, drawn.config.num_pages) == (3, 40)
+    assert "stage 1 x data 2 x tensor 1" in drawn.describe()
+    assert draw(data=3).config.max_num_seqs == 18
+    small = {"max_num_seqs": 6, "max_model_len": 64, "page_size": 16, "enable_prefix_caching": False}
+    assert draw(data=2, **small).config.num_pages == 3 * 4
 
 
 def test_memory_choices() -> None:

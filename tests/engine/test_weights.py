@@ -59,3 +59,21 @@ def test_a_tied_head_is_stored_once() -> None:
     layout = dataclasses.replace(layout_of(2), model=dataclasses.replace(TINY, tie_word_embeddings=True))
     source = RandomSource(layout.model)
     assert layout.load(source.read, source.read, lambda done, total: None).lm_head is None
+
+
+def test_a_part_that_several_devices_hold_is_read_once() -> None:
+    """Replicas of the data axis have the same weights, and are no neighbours where there are shards too."""
+    model = dataclasses.replace(TINY, num_hidden_layers=2)
+    plan = balanced_plan(model.num_hidden_layers, 1)
+    placement = make_placement(make_mesh(1, 2, 2), {"mtp_ffn": 48})
+    layout, read = WeightLayout(model, plan, placement, jnp.dtype("float32"), False), []
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        read.append(index)
+        return np.arange(8.0)[index]
+
+    like = jax.ShapeDtypeStruct((8,), jnp.float32)
+    array = layout._place(part, like, placement.spec("ffn"))  # type: ignore[arg-type]
+    assert read == [(slice(0, 4),), (slice(4, 8),)]
+    np.testing.assert_array_equal(array, np.arange(8.0))
+    assert [shard.data[0] for shard in array.addressable_shards] == [0, 4, 0, 4]

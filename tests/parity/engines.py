@@ -52,12 +52,20 @@ def reference() -> tuple[tuple[tuple[int, ...], ...], int]:
 
 
 @functools.cache
-def shared_engine(stages: int, k: int, chunk: int = 16, kind: str = "greedy", rounds: int = 1) -> Engine:
+def shared_engine(
+    stages: int,
+    k: int,
+    chunk: int = 16,
+    kind: str = "greedy",
+    rounds: int = 1,
+    tensor: int = 1,
+    data: int = 1,
+) -> Engine:
     """With K > 0 and greedy drafts, requests of seeds 0, 1, ... get rigged drafts for `prompts`."""
-    if (stages, k, chunk, rounds) == (1, 0, 16, 1):
+    if (stages, k, chunk, rounds, tensor, data) == (1, 0, 16, 1, 1, 1):
         return plain_engine()[0]
     values = {"stages": stages, "num_speculative_tokens": k, "prefill_chunk": chunk, "draft_sampling": kind}
-    values["max_rounds"] = rounds
+    values |= {"max_rounds": rounds, "tensor": tensor, "data": data}
     if k == 0 or kind != "greedy":
         return make_engine(RandomSource(TINY), **values)
     sequences = [prompt + text for prompt, text in zip(prompts(), reference()[0], strict=True)]

@@ -123,7 +123,8 @@ def blueprint(source: WeightSource, **overrides: Value) -> Blueprint:
         "prefill_chunk": 16,
     }
     values |= overrides
-    rows = -(-int(values["max_num_seqs"]) // int(values.get("stages", 1)))
+    groups = int(values.get("data", 1)) * int(values.get("stages", 1))
+    rows = -(-int(values["max_num_seqs"]) // groups)
     values.setdefault("min_rows", rows)
     drawn = draw_blueprint(EngineOptions(background_compile=False, overrides=values), source)
     return dataclasses.replace(

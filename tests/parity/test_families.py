@@ -1,4 +1,4 @@
-"""Every family: speculative text in a mixed batch, over stages, is the text of plain decoding alone.
+"""Every family: speculative text in a mixed batch, on every layout, is the text of plain decoding alone.
 
 The drafts are rigged to be right on two thirds of the positions, so that every number of accepted drafts
 occurs, and recurrent state has to be right after each.
@@ -19,13 +19,14 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 LENGTHS = (1, 3, 16, 17, 40)  # of prompts: below, at and past a chunk of 16
 MOST_TOKENS = 18
-LAYOUTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))  # stages, tensor
-IN_CI = (("glm_moe_dsa", 2, 1), ("qwen3_5_moe", 2, 2), ("deepseek_v3", 1, 2))
+# stages, tensor, data
+LAYOUTS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2))
+IN_CI = (("glm_moe_dsa", 2, 1, 1), ("qwen3_5_moe", 2, 2, 1), ("deepseek_v3", 1, 2, 1))
 CASES = [
     pytest.param(name, *layout, marks=() if (name, *layout) in IN_CI else pytest.mark.slow)
     for layout in LAYOUTS
     for name in NAMES
-    if (name, *layout) != ("deepseek_v32", 4, 1)  # it has three layers
+    if (name, *layout) != ("deepseek_v32", 4, 1, 1)  # it has three layers
 ]
 
 
@@ -49,14 +50,33 @@ def reference(name: str) -> tuple[tuple[int, ...], ...]:
     return tuple(texts)
 
 
-@pytest.mark.parametrize(("name", "stages", "tensor"), CASES)
-def test_speculative_is_plain(name: str, stages: int, tensor: int) -> None:
+@pytest.mark.parametrize(("name", "stages", "tensor", "data"), CASES)
+def test_speculative_is_plain(name: str, stages: int, tensor: int, data: int) -> None:
+    check_layout(name, stages=stages, tensor=tensor, data=data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stages", "tensor", "data"),
+    [
+        ("deepseek_v3", 2, 1, 2),
+        ("deepseek_v3", 1, 2, 2),
+        ("glm4_moe", 2, 2, 2),
+        ("qwen3_5_moe", 2, 1, 2),
+        ("glm4_moe", 1, 1, 4),
+    ],
+)
+def test_replicas_that_share_experts(name: str, stages: int, tensor: int, data: int) -> None:
+    """Their tokens meet at every layer; a replica without requests works for the other one's."""
+    check_layout(name, stages=stages, tensor=tensor, data=data, experts_over="data-tensor")
+
+
+def check_layout(name: str, **layout: int | str) -> None:
     texts = reference(name)
     sequences = [prompt + text for prompt, text in zip(prompts(), texts, strict=True)]
     with rigged_drafts(sequences):
         source = resolve_model(GOLDEN / f"tiny_{name}")
-        sizes = {"num_speculative_tokens": 3, "max_num_seqs": 4}
-        engine = make_engine(source, stages=stages, tensor=tensor, **sizes)
+        engine = make_engine(source, num_speculative_tokens=3, max_num_seqs=4, **layout)
     jobs = {
         str(index): Job(prompt, greedy(MOST_TOKENS - index, 3 - index % 2), arrives=2 * index, seed=index)
         for index, prompt in enumerate(prompts())

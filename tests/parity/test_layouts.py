@@ -1,4 +1,4 @@
-"""Tensor parallelism: the same tokens on every layout, greedy and sampled, whether heads divide or not."""
+"""The same tokens on every layout, greedy and sampled, whether heads divide or not."""
 
 import dataclasses
 import functools
@@ -12,8 +12,9 @@ from tests.parity.rig import TINY, Job, RandomSource, greedy, make_engine, run_j
 
 # 4 query and 2 KV heads, 97 ids; and 9 and 3 heads, as the default model has, which no even number divides.
 MODELS = {"even": TINY, "odd": dataclasses.replace(TINY, num_attention_heads=9, num_key_value_heads=3)}
-LAYOUTS = ((1, 2), (2, 2), (1, 4), (4, 2))  # stages, tensor
-IN_CI = (("even", 2, 2), ("odd", 1, 2))
+# stages, tensor, data; more of replicas is in test_replicas.py
+LAYOUTS = ((1, 2, 1), (2, 2, 1), (1, 4, 1), (4, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 1, 2))
+IN_CI = (("even", 2, 2, 1), ("odd", 1, 2, 1))
 LENGTHS = (1, 4, 16, 21)
 MOST_TOKENS = 12
 CASES = [
@@ -23,9 +24,9 @@ CASES = [
 ]
 
 
-def engine_of(model: str, stages: int, tensor: int) -> Engine:
+def engine_of(model: str, stages: int, tensor: int, data: int) -> Engine:
     sizes = {"num_speculative_tokens": 3, "max_num_seqs": 8}
-    return make_engine(RandomSource(MODELS[model]), stages=stages, tensor=tensor, **sizes)
+    return make_engine(RandomSource(MODELS[model]), stages=stages, tensor=tensor, data=data, **sizes)
 
 
 def jobs() -> dict[str, Job]:
@@ -43,11 +44,11 @@ def jobs() -> dict[str, Job]:
 
 @functools.cache
 def expected(model: str) -> dict[str, list[int]]:
-    outputs = run_jobs(engine_of(model, 1, 1), jobs())
+    outputs = run_jobs(engine_of(model, 1, 1, 1), jobs())
     return {name: tokens_of(told) for name, told in outputs.items()}
 
 
-@pytest.mark.parametrize(("model", "stages", "tensor"), CASES)
-def test_the_same_tokens(model: str, stages: int, tensor: int) -> None:
-    outputs = run_jobs(engine_of(model, stages, tensor), jobs())
+@pytest.mark.parametrize(("model", "stages", "tensor", "data"), CASES)
+def test_the_same_tokens(model: str, stages: int, tensor: int, data: int) -> None:
+    outputs = run_jobs(engine_of(model, stages, tensor, data), jobs())
     assert {name: tokens_of(told) for name, told in outputs.items()} == expected(model)

@@ -46,7 +46,7 @@ def _bytes_by_device(arrays: object) -> set[int]:
     return set(held.values())
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 1, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", [*OF_FAMILIES, "tiny_mimo"])
 def test_predicts_every_byte(name: str, mesh: tuple[int, int, int]) -> None:
     """Not within some per cent: shapes and shards are the engine's own."""
@@ -81,6 +81,17 @@ def test_predicts_every_byte(name: str, mesh: tuple[int, int, int]) -> None:
     assert _bytes_by_device(beside) == {parts.flights}
     assert (parts.indexer_page > 0) == (model.indexer is not None)
     assert (parts.recurrent > 0) == (model.delta is not None)
+
+
+def test_experts_over_replicas() -> None:
+    """Each device has a part of the experts; the MTP module is every replica's own."""
+    model, mesh = OF_FAMILIES["tiny_deepseek_v3"], {"stages": 1, "data": 2, "tensor": 2}
+    options, real, planned = _layouts(model, **mesh, num_pages=19, experts_over="data-tensor")
+    source = RandomSource(model)
+    weights = real.load(source.read, source.read, lambda done, total: None, source.names())
+    parts, whole = measure(planned, options), measure(_layouts(model, **mesh, num_pages=19)[2], options)
+    assert _bytes_by_device(weights.trunk) == {parts.trunk}
+    assert parts.trunk < whole.trunk and parts.mtp == whole.mtp
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Drives a scheduler against the ring simulator the way the engine does, and checks every step."""
 
 import collections
+import itertools
 import random
 
 from mtp_jax.config import EngineConfig, power_of_two_buckets
@@ -68,11 +69,14 @@ class Harness:
         self.reasons: dict[str, str] = {}
         self.plans: list[DispatchPlan] = []
         self.updates: list[TokenUpdate] = []
+        self.admitted: list[str] = []  # in the order of their first slots
+        self.arrivals: dict[str, int] = {}
         self._prompts: dict[int, list[int]] = {}
 
     def add(self, request: EngineRequest) -> None:
         self.scheduler.add(request)
         self.requests[request.request_id] = request
+        self.arrivals[request.request_id] = len(self.arrivals)
         self.tokens[request.request_id] = []
 
     def abort(self, request_id: str) -> None:
@@ -91,8 +95,10 @@ class Harness:
         for chunk in plan.chunks:
             if chunk:
                 self._prompts.setdefault(chunk.generation, list(by_generation[chunk.generation].tokens))
-        pool = self.scheduler._pool
-        shared = {page for page in range(pool.num_pages) if pool.is_registered(page)}
+        pools = enumerate(self.scheduler._replicas.pools)
+        shared = {
+            (i, page) for i, pool in pools for page in range(pool.num_pages) if pool.is_registered(page)
+        }
         self.outstanding.append((plan, self.ring.run(plan, self._prompts, shared)))
         self.plans.append(plan)
         return plan
@@ -137,21 +143,34 @@ class Harness:
             else:
                 assert (self.tokens[request_id], self.reasons[request_id]) == (tokens, reason)
         assert scheduler.pages_used == 0
-        assert scheduler._pool.num_available == self.config.num_pages
-        assert sorted(scheduler._free_slots) == list(range(self.config.max_num_seqs))
+        replicas = scheduler._replicas
+        assert {pool.num_available for pool in replicas.pools} == {self.config.num_pages}
+        free = [sorted(slots) for slots in replicas._free]
+        assert list(itertools.chain(*free)) == list(range(self.config.max_num_seqs))
         assert len(scheduler._rows) == 0
         assert not any(view.generation for view in scheduler._slots)
         assert self.ring.pauses == 0, "a row paused although its pages were reserved"
 
     def check_invariants(self) -> None:
-        """Every page has exactly the holders it counts; running requests are in order of arrival."""
-        pool, running = self.scheduler._pool, list(self.scheduler._running.values())
-        holders = collections.Counter(page for sequence in running for page in sequence.pages)
-        for page in range(pool.num_pages):
-            assert pool.holders(page) == holders[page]
-            assert holders[page] <= 1 or pool.is_registered(page), "a private page has two holders"
-        assert pool.num_held == len(holders) == self.scheduler.pages_used
-        assert len(set(pool._free)) == len(pool._free) and not set(pool._free) & set(pool._idle)
-        arrivals = [sequence.arrival for sequence in running]
-        arrivals += [sequence.arrival for sequence in self.scheduler._waiting]
-        assert arrivals == sorted(arrivals), "a request was overtaken"
+        """Every page has exactly the holders it counts; requests are admitted in order of arrival."""
+        scheduler, running = self.scheduler, list(self.scheduler._running.values())
+        replicas, used = scheduler._replicas, 0
+        for index, pool in enumerate(replicas.pools):
+            mine = [sequence for sequence in running if replicas.of(sequence.slot) == index]
+            assert replicas.running(index) == len(mine)
+            holders = collections.Counter(page for sequence in mine for page in sequence.pages)
+            for page in range(pool.num_pages):
+                assert pool.holders(page) == holders[page]
+                assert holders[page] <= 1 or pool.is_registered(page), "a private page has two holders"
+            assert pool.num_held == len(holders)
+            used += len(holders)
+            assert len(set(pool._free)) == len(pool._free) and not set(pool._free) & set(pool._idle)
+        assert used == scheduler.pages_used
+        waiting = [sequence.arrival for sequence in scheduler._waiting]
+        assert waiting == sorted(waiting), "the queue is not in order"
+        if len(replicas.pools) == 1:
+            arrivals = [*(sequence.arrival for sequence in running), *waiting]
+            assert arrivals == sorted(arrivals), "a request was overtaken"
+        self.admitted += scheduler.take_admitted()
+        ahead = [self.arrivals[name] for name in self.admitted]
+        assert ahead == sorted(ahead), "a request was overtaken"

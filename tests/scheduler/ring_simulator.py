@@ -79,22 +79,23 @@ class RingSimulator:
     ):
         self.config, self.vocab, self.rng = config, vocab, rng
         self.acceptance, self.join_first = acceptance, join_first
-        stages, entries = config.stages, config.num_pages * config.page_size
+        stages, entries, replicas = config.stages, config.num_pages * config.page_size, range(config.data)
         self.slots = [DeviceSlot(0, []) for _ in range(config.max_num_seqs)]
-        self.flights: list[list[Flight | None]] = [[] for _ in range(stages)]
-        self.lane: list[LaneChunk | None] = [None] * stages  # by stage
-        self.kv = [[0] * entries for _ in range(stages)]
-        self.mtp = [0] * entries
+        self.flights: list[list[Flight | None]] = [[] for _ in range(config.data * stages)]
+        # Of each replica: chunks and caches by stage, and the MTP layer's cache.
+        self.lanes: list[list[LaneChunk | None]] = [[None] * stages for _ in replicas]
+        self.kv = [[[0] * entries for _ in range(stages)] for _ in replicas]
+        self.mtp = [[0] * entries for _ in replicas]
         self.useful_ticks = self.ticks = self.pauses = 0
 
     def run(
-        self, plan: DispatchPlan, prompts: dict[int, list[int]], shared_pages: set[int]
+        self, plan: DispatchPlan, prompts: dict[int, list[int]], shared_pages: set[tuple[int, int]]
     ) -> list[RowResult]:
         """One dispatch.
 
         Args:
           prompts: by generation, the tokens that its chunks must add up to.
-          shared_pages: pages that the prefix cache answers with; nothing may write to them.
+          shared_pages: (replica, page) that the prefix cache answers with; nothing may write to them.
         """
         views = tuple(dataclasses.replace(view, pages=list(view.pages)) for view in plan.slots)
         self.plan = plan = dataclasses.replace(plan, slots=views)  # the scheduler changes its views later
@@ -106,34 +107,45 @@ class RingSimulator:
             group += [None] * (plan.num_rows - len(group))
             assert not any(map(self._is_live, group[plan.num_rows :])), "a live row does not fit the bucket"
             del group[plan.num_rows :]
-        for tick in range(plan.rounds * stages):
+        ticks = plan.rounds * stages
+        for tick, replica in itertools.product(range(ticks), range(self.config.data)):
+            lane, first = self.lanes[replica], replica * stages  # the replica's first group
             if plan.has_lane:
-                self._enter(plan.chunks[tick], prompts)
+                lane[0] = self._entering(replica, plan.chunks[replica * ticks + tick], prompts)
             for stage in range(stages):
-                self._run_stage(stage, (tick - stage) % stages)
-            self._leave((tick + 1) % stages, results)
+                rows = self.flights[first + (tick - stage) % stages]
+                self._run_stage(self.kv[replica][stage], rows, lane[stage])
+            self._leave(first + (tick + 1) % stages, lane[-1], results)
             if plan.has_lane:
-                self.lane = [None, *self.lane[:-1]]
+                self.lanes[replica] = [None, *lane[:-1]]
         return results
 
     def _check_plan(self) -> None:
         """The promises of plan.py."""
         plan, config = self.plan, self.config
-        assert len(plan.rows) == config.stages and all(len(group) == plan.num_rows for group in plan.rows)
+        assert len(plan.rows) == config.data * config.stages
+        assert all(len(group) == plan.num_rows for group in plan.rows)
         assert plan.rounds in (1, 2, 4, 8) and plan.rounds <= config.max_rounds
         placed = [slot for group in plan.rows for slot in group if slot >= 0]
         assert len(placed) == len(set(placed)), "a slot in two rows"
         assert all(plan.slots[slot].generation for slot in placed), "a free slot in a row"
+        for index, group in enumerate(plan.rows):
+            homes = {self._replica(slot) for slot in group if slot >= 0}
+            assert homes <= {index // config.stages}, "a slot among another replica's rows"
         assert len(plan.slots) == config.max_num_seqs
         assert all(len(view.pages) <= plan.width for view in plan.slots if view.generation)
-        lane = [flight for flight in self.lane if flight]
-        assert len(plan.chunks) == (plan.rounds * config.stages if plan.has_lane else 0)
+        lane = [flight for lane in self.lanes for flight in lane if flight]
+        ticks = config.data * plan.rounds * config.stages
+        assert len(plan.chunks) == (ticks if plan.has_lane else 0)
         if plan.has_lane:
             sizes = [len(flight.chunk.token_ids) for flight in lane]
             sizes += [len(chunk.token_ids) for chunk in plan.chunks if chunk]
             assert max(sizes) <= plan.chunk_size, "a chunk does not fit the bucket"
         else:
             assert not any(self._is_current(flight.chunk) for flight in lane), "a chunk is stuck in the lane"
+
+    def _replica(self, slot: int) -> int:
+        return slot // (self.config.max_num_seqs // self.config.data)
 
     def _is_current(self, work: Flight | Chunk) -> bool:
         return self.plan.slots[work.slot].generation == work.generation
@@ -152,9 +164,11 @@ class RingSimulator:
         if entry is None:
             return
         page = entry // self.config.page_size
-        holders = [s for s, view in enumerate(self.plan.slots) if view.generation and page in view.pages]
+        replica = self._replica(slot)
+        views = [(s, view) for s, view in enumerate(self.plan.slots) if self._replica(s) == replica]
+        holders = [s for s, view in views if view.generation and page in view.pages]
         assert holders == [slot], f"slot {slot} writes to page {page}, held by {holders}"
-        assert page not in self.shared_pages, f"slot {slot} rewrites page {page} of the prefix cache"
+        assert (replica, page) not in self.shared_pages, f"slot {slot} rewrites page {page} of the cache"
         cache[entry] = value
 
     def _expect(self, cache: list[int], slot: int, values: list[int]) -> None:
@@ -163,38 +177,35 @@ class RingSimulator:
         found = [None if entry is None else cache[entry] for entry in entries]
         assert found == values, f"slot {slot} reads foreign or missing entries"
 
-    def _enter(self, chunk: Chunk | None, prompts: dict[int, list[int]]) -> None:
-        self.lane[0] = None
+    def _entering(self, replica: int, chunk: Chunk | None, prompts: dict[int, list[int]]) -> LaneChunk | None:
         if chunk is None:
-            return
-        assert self._is_current(chunk) and chunk.token_ids
+            return None
+        assert self._is_current(chunk) and chunk.token_ids and self._replica(chunk.slot) == replica
         end = chunk.start + len(chunk.token_ids)
         prompt = prompts[chunk.generation]
         assert tuple(prompt[chunk.start : end]) == chunk.token_ids
         assert chunk.next_token == (prompt[end] if end < len(prompt) else -1)
-        self.lane[0] = LaneChunk(chunk, prompt[:end])
+        return LaneChunk(chunk, prompt[:end])
 
-    def _run_stage(self, stage: int, group: int) -> None:
+    def _run_stage(self, kv: list[int], group: list[Flight | None], lane: LaneChunk | None) -> None:
         """One stage's layers: writes its KV, then attends to everything before."""
-        rows = [flight for flight in self.flights[group] if self._is_live(flight)]
-        lane = self.lane[stage]
+        rows = [flight for flight in group if self._is_live(flight)]
         work = [(flight.slot, flight.tokens + flight.drafts, len(flight.tokens) - 1) for flight in rows]
         if lane and self._is_current(lane.chunk):
             work.append((lane.chunk.slot, lane.tokens, lane.chunk.start))
         for slot, tokens, start in work:
             values = histories(tokens)
             for position in range(start, len(tokens)):
-                self._write(self.kv[stage], slot, position, values[position])
-            self._expect(self.kv[stage], slot, values[:start])
+                self._write(kv, slot, position, values[position])
+            self._expect(kv, slot, values[:start])
         self.ticks += 1
         self.useful_ticks += bool(work)
 
-    def _leave(self, group: int, results: list[RowResult]) -> None:
+    def _leave(self, group: int, lane: LaneChunk | None, results: list[RowResult]) -> None:
         """The last stage: verify, draft, rebuild the group's rows, complete a prompt."""
         for flight in self.flights[group]:
             if self._is_live(flight):
                 self._verify(flight, results)
-        lane = self.lane[-1]
         if self.join_first:
             self._complete(lane, results)
         self.flights[group] = [self._rebuild(slot) for slot in self.plan.rows[group]]
@@ -249,8 +260,8 @@ class RingSimulator:
     def _write_mtp(self, slot: int, tokens: list[int], start: int) -> None:
         values = histories(tokens)
         for position in range(start, len(tokens) - 1):
-            self._write(self.mtp, slot, position, values[position + 1])
-        self._expect(self.mtp, slot, values[1:])
+            self._write(self.mtp[self._replica(slot)], slot, position, values[position + 1])
+        self._expect(self.mtp[self._replica(slot)], slot, values[1:])
 
     def _rebuild(self, slot: int) -> Flight | None:
         if slot < 0:
@@ -264,7 +275,8 @@ class RingSimulator:
             self.pauses += 1
             return None
         for position in range(len(state.tokens) - 1, len(state.tokens) - 1 + drafts):
-            self._write(self.mtp, slot, position, -1)  # of the drafts; the next round writes them again
+            # Of the drafts; the next round writes them again.
+            self._write(self.mtp[self._replica(slot)], slot, position, -1)
         return Flight(slot, state.generation, list(state.tokens), self._draft(state.tokens, view.seed))
 
     def _draft(self, tokens: list[int], seed: int) -> list[int]:

@@ -27,7 +27,8 @@ class Arrival:
 def configs(draw: st.DrawFn) -> EngineConfig:
     return EngineConfig(
         stages=draw(st.sampled_from((1, 2, 4))),
-        max_num_seqs=draw(st.integers(1, 7)),
+        data=(data := draw(st.sampled_from((1, 1, 2, 3)))),
+        max_num_seqs=data * draw(st.integers(1, 7)),
         max_model_len=CONTEXT,
         page_size=4,
         num_pages=draw(st.sampled_from((7, 10, 12, 16, 40))),
