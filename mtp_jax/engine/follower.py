@@ -52,9 +52,11 @@ class Follower:
             self._channel.send(Message("hello", hello))
             answer = self._channel.receive()
         except ChannelClosedError:
+            self._channel.close()
             legal = "process 0 there, waiting for this one; it has closed the connection"
             raise InvalidValueError("--coordinator", cluster.coordinator, legal) from None
         if answer.kind != "go":
+            self._channel.close()
             reason = answer.text("text")
             raise InvalidValueError("--process-id", cluster.process_id, f"what process 0 wants: {reason}")
         threading.Thread(target=self._listen, name="mtp-jax-leader", daemon=True).start()
@@ -121,6 +123,7 @@ class Follower:
                     ended |= message.kind == "end"
                     self._launches.put(message)
         except ChannelClosedError:
+            self._channel.close()
             if not ended:
                 end_process(f"process 0 ({self.cluster.coordinator}) is gone; stopping")
 

@@ -6,12 +6,14 @@ import jax
 
 from mtp_jax import __version__
 from mtp_jax.engine.agreement import agree
-from mtp_jax.engine.build import EngineOptions, construct, draw_blueprint
+from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_blueprint
+from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.follower import Follower
 from mtp_jax.engine.leader import Leader, Told, end_process
 from mtp_jax.engine.orders import Launch
 from mtp_jax.engine.step import StepOutput
 from mtp_jax.errors import UnsupportedHereError
+from mtp_jax.progress import Report
 from sharding.hosts import Cluster, join
 
 
@@ -28,8 +30,36 @@ def lead(cluster: Cluster, on_trouble: Told = end_process, on_stop: Told | None 
     return leader
 
 
+def build_together(
+    options: EngineOptions,
+    leader: Leader | None,
+    report: Report = lambda phase, done, total: None,
+) -> Engine:
+    """`build_engine`, in process 0 of several; without a leader this process is alone. Errors end the others.
+
+    Raises:
+      InvalidValueError: an option or a checkpoint that cannot be used, or that is another elsewhere.
+    """
+    try:
+        blueprint = draw_together(options, leader)
+        return construct(blueprint, report, leader)
+    except BaseException as error:
+        if leader is not None:
+            leader.fail(f"process 0 failed: {type(error).__name__}: {error}")
+        raise
+
+
+def draw_together(options: EngineOptions, leader: Leader | None) -> Blueprint:
+    """What all processes are about to build."""
+    blueprint = draw_blueprint(options)
+    return blueprint if leader is None else agree(blueprint, leader)
+
+
 def follow(
-    cluster: Cluster, options: EngineOptions, on_joined: Callable[[Follower], None], check: bool = False
+    cluster: Cluster,
+    options: EngineOptions,
+    on_joined: Callable[[Follower], None] = lambda follower: None,
+    check: bool = False,
 ) -> None:
     """The whole life of another process: builds its part of the engine and does what process 0 says.
 

@@ -83,6 +83,13 @@ class Leader:
         Raises:
           InvalidValueError: not all of them came in time.
         """
+        with self._listener:
+            self._gather(versions, seconds)
+        for peer in self._peers.values():
+            threading.Thread(target=self._listen_to, args=(peer,), name="mtp-jax-peer", daemon=True).start()
+        self._tell(Message("go"))
+
+    def _gather(self, versions: Mapping[str, str], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         remind = time.monotonic() + REMIND_SECONDS
         self._listener.settimeout(0.5)
@@ -99,10 +106,6 @@ class Leader:
             except TimeoutError:
                 continue
             self._welcome(Channel(connection), str(address[0]), versions)
-        self._listener.close()
-        for peer in self._peers.values():
-            threading.Thread(target=self._listen_to, args=(peer,), name="mtp-jax-peer", daemon=True).start()
-        self._tell(Message("go"))
 
     def _welcome(self, channel: Channel, address: str, versions: Mapping[str, str]) -> None:
         """Lets somebody who has connected in, or tells him why not."""
@@ -177,6 +180,8 @@ class Leader:
         """Ends the others in good order. Nothing may be under way."""
         if self._claim_the_end():
             self._tell(Message("end"))
+            for peer in self._peers.values():
+                peer.channel.close()
 
     def fail(self, text: str) -> None:
         """Ends the others at once; they print the reason."""

@@ -4,10 +4,9 @@ import dataclasses
 import logging
 import sys
 
-from mtp_jax.engine.agreement import agree
-from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_blueprint
+from mtp_jax.engine.build import Blueprint, EngineOptions, construct
 from mtp_jax.engine.engine import Engine
-from mtp_jax.engine.hosts import lead
+from mtp_jax.engine.hosts import draw_together, lead
 from mtp_jax.engine.leader import Leader, Told, end_process
 from mtp_jax.engine.prepare import CACHE_OFF, CacheCounter, prepare_jax
 from mtp_jax.progress import Report
@@ -62,8 +61,7 @@ class EngineBackend:
         prepare(options, self.cluster)
         if self.cluster is not None:
             self._leader = lead(self.cluster, self._on_trouble, self._on_stop)
-        blueprint = draw_blueprint(engine_options(options))
-        return blueprint if self._leader is None else agree(blueprint, self._leader)
+        return draw_together(engine_options(options), self._leader)
 
     def describe(self, options: ServeOptions) -> str:
         blueprint = self._draw(options)
