@@ -140,7 +140,11 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
         "api_key": ("key that clients must send; /health, /ready and /metrics stay open", any_text, None),
         "drain_timeout": ("seconds that running requests get to finish on SIGTERM", number(float, 0), None),
-        "watchdog_timeout": ("seconds after which a single step counts as hung", number(float, 1), None),
+        "watchdog_timeout": (
+            "seconds without a finished dispatch, while there is work, after which /health says 503",
+            number(float, 1),
+            None,
+        ),
         "log_level": ("least severity that is logged", any_text, ("debug", "info", "warning", "error")),
         "log_format": ("text or one JSON object a line", any_text, ("text", "json")),
     },

@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import jax
@@ -31,20 +32,34 @@ def free_port() -> int:
                 return port
 
 
-class Launch:
-    """`count` processes with the same flags but for --process-id. Process 0 serves at `url`."""
+def compile_cache() -> str:
+    """The tests' own."""
+    return str(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def __init__(self, folder: Path, count: int, coordinator: int, flags: Sequence[str]):
+
+class Launch:
+    """`count` processes with the same flags but for --process-id. Process 0 serves at `url`.
+
+    `more` has flags of single processes, which users should not give.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        coordinator: int,
+        flags: Sequence[str],
+        more: Mapping[int, Sequence[str]] = MappingProxyType({}),
+    ):
         self.coordinator = coordinator
         self.logs = [folder / f"process{i}.log" for i in range(count)]
         self.http_port = free_port()
         self.url = f"http://127.0.0.1:{self.http_port}"
-        self.processes = [self._start(i, count, flags) for i in range(count)]
+        self.processes = [self._start(i, count, [*flags, *more.get(i, ())]) for i in range(count)]
 
     def _start(self, index: int, count: int, flags: Sequence[str]) -> subprocess.Popen:
-        cache = str(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
         command = [sys.executable, "-m", "mtp_jax.serve", "--model", str(MODEL), *SIZES.split()]
-        command += ["--port", str(self.http_port), "--compile-cache", cache, *flags]
+        command += ["--port", str(self.http_port), "--compile-cache", compile_cache(), *flags]
         command += ["--coordinator", f"127.0.0.1:{self.coordinator}", "--num-processes", str(count)]
         command += ["--process-id", str(index)]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
