@@ -39,6 +39,8 @@ class Cluster:
 def join(cluster: Cluster) -> None:
     """Makes the devices of all processes visible in each. To be called in all, before JAX's first use."""
     ids = cluster.local_device_ids
+    # Its handler of SIGTERM would take the place of ours, which ends all processes in good order.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         cluster.coordinator,
         cluster.num_processes,

@@ -1,5 +1,6 @@
 """One engine of several processes: how they come together. `leader.py` and `follower.py` run it."""
 
+import time
 from collections.abc import Callable
 
 import jax
@@ -9,10 +10,10 @@ from mtp_jax.engine.agreement import agree
 from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_blueprint
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.follower import Follower
-from mtp_jax.engine.leader import Leader, Told, end_process
+from mtp_jax.engine.leader import CULPRIT_SECONDS, Leader, Told, end_process
 from mtp_jax.engine.orders import Launch
 from mtp_jax.engine.step import StepOutput
-from mtp_jax.errors import UnsupportedHereError
+from mtp_jax.errors import InvalidValueError, UnsupportedHereError
 from mtp_jax.progress import Report
 from sharding.hosts import Cluster, join
 
@@ -82,7 +83,11 @@ def follow(
         engine = construct(blueprint, hosts=follower)
         follower.serve(engine.follow)
         engine.close()
+    except (InvalidValueError, UnsupportedHereError) as error:
+        follower.fail(f"failed: {error}")
+        raise
     except BaseException as error:
+        time.sleep(CULPRIT_SECONDS)  # another one may be why
         follower.fail(f"failed: {type(error).__name__}: {error}")
         raise
 

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 5.0  # that somebody who connects has to say who he is
 REMIND_SECONDS = 15.0  # between two lines about who is missing
+# Devices notice a process that dies, too, and may be faster: but only its connection says which one it was.
+CULPRIT_SECONDS = 0.5
 COMPILED, DESCRIBED, READY = "compiled", "described", "ready"  # answers that somebody waits for
 
 Told = Callable[[str], None]
@@ -184,7 +186,8 @@ class Leader:
                 peer.channel.close()
 
     def fail(self, text: str) -> None:
-        """Ends the others at once; they print the reason."""
+        """Ends the others at once; they print the reason. Where one of them is gone, that is said instead."""
+        time.sleep(CULPRIT_SECONDS)
         if self._claim_the_end():
             self._tell(Message("failed", {"text": text}))
 

@@ -71,7 +71,7 @@ def test_the_same_script_offline(tmp_path: Path, alone: dict[str, list[str]]) ->
     script.write_text(f"""
 import sys
 from mtp_jax import LLM, SamplingParams
-sizes = dict(max_num_seqs=4, max_model_len=128, page_size=128, prefill_chunk=16, num_speculative_tokens=2)
+sizes = dict(max_num_seqs=4, max_model_len=128, page_size=128, prefill_chunk=16, num_speculative_tokens=1)
 hosts = dict(coordinator="127.0.0.1:" + sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 with LLM({str(MODEL)!r}, stages=2, use_tqdm=False, compile_cache=sys.argv[3], **sizes, **hosts) as llm:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

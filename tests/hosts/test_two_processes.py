@@ -3,6 +3,7 @@
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,8 +13,8 @@ from mtp_jax.request import SamplingParams
 from tests.hosts.running import MODEL, free_port, launched
 
 PROMPTS = [list(range(3, 40)), list(range(50, 60)), [7, 8, 9]]
-GREEDY = {"temperature": 0}
-SEEDED = {"temperature": 0.8, "seed": 5}
+GREEDY: dict[str, Any] = {"temperature": 0}
+SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 5}
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def alone() -> dict[str, list[str]]:
     """Texts of one process on one device."""
     llm = LLM(
         MODEL,
-        num_speculative_tokens=2,
+        num_speculative_tokens=1,
         max_num_seqs=4,
         max_model_len=128,
         page_size=128,
