@@ -18,7 +18,7 @@ from mtp_jax.engine.channel import Channel, ChannelClosedError, Message
 from mtp_jax.engine.leader import COMPILED, DESCRIBED, READY, end_process
 from mtp_jax.engine.orders import COMPILE, LAUNCH, Launch, read_bucket
 from mtp_jax.engine.step import StepOutput
-from mtp_jax.errors import InvalidValueError
+from mtp_jax.errors import InvalidValueError, UnsupportedHereError
 from sharding.hosts import JOIN_SECONDS, Cluster
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,9 @@ class Follower:
             raise InvalidValueError("--coordinator", cluster.coordinator, legal) from None
         if answer.kind != "go":
             self._channel.close()
+        if answer.kind == "failed":
+            raise UnsupportedHereError(answer.text("text"))
+        if answer.kind != "go":
             reason = answer.text("text")
             raise InvalidValueError("--process-id", cluster.process_id, f"what process 0 wants: {reason}")
         threading.Thread(target=self._listen, name="mtp-jax-leader", daemon=True).start()
@@ -118,7 +121,7 @@ class Follower:
                 elif message.kind == "agreed":
                     self._agreed.put(message.number("num_pages"))
                 elif message.kind == "failed":
-                    end_process(f"{message.text('text')}; stopping")
+                    end_process(f"{message.text('text')}; stopping", message.number("code"))
                 else:
                     ended |= message.kind == "end"
                     self._launches.put(message)

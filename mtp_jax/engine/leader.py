@@ -185,11 +185,11 @@ class Leader:
             for peer in self._peers.values():
                 peer.channel.close()
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, code: int = 1) -> None:
         """Ends the others at once; they print the reason. Where one of them is gone, that is said instead."""
         time.sleep(CULPRIT_SECONDS)
         if self._claim_the_end():
-            self._tell(Message("failed", {"text": text}))
+            self._tell(Message("failed", {"text": text, "code": code}))
 
     def _claim_the_end(self) -> bool:
         with self._guard:
@@ -230,7 +230,7 @@ class Leader:
     def _trouble(self, text: str) -> None:
         if self._claim_the_end():
             say(f"{text}; stopping")
-            self._tell(Message("failed", {"text": text}))
+            self._tell(Message("failed", {"text": text, "code": 1}))
             self.on_trouble(text)
 
 
@@ -257,11 +257,15 @@ class Answers:
 
 def _listen(cluster: Cluster) -> socket.socket:
     """Where the others look for process 0, on all of this host's addresses as JAX's coordinator."""
-    port = cluster.plan_port
     try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        _bind(cluster.port).close()  # JAX's coordinator, which crashes where the port is taken
+        return _bind(cluster.plan_port)
     except OSError as error:
-        legal = f"a port P such that P and {port}, where plans are given out, are free ({error.strerror})"
+        legal = f"a port that is free on this host, as is {cluster.plan_port} ({error.strerror})"
         raise InvalidValueError("--coordinator", cluster.coordinator, legal) from None
+
+
+def _bind(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))

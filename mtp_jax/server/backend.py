@@ -52,10 +52,10 @@ class EngineBackend:
         """Says who is told of another process that is gone, or was asked to stop; before `build`."""
         self._on_trouble, self._on_stop = on_trouble, on_stop
 
-    def abandon(self, reason: str) -> None:
-        """Ends the other processes, unless they have ended in good order."""
+    def abandon(self, reason: str, code: int) -> None:
+        """Ends the other processes at once with this exit code, unless they have ended in good order."""
         if self._leader is not None:
-            self._leader.fail(reason)
+            self._leader.fail(reason, code)
 
     def _draw(self, options: ServeOptions) -> Blueprint:
         prepare(options, self.cluster)

@@ -59,8 +59,8 @@ class OtherProcesses(Protocol):
         """Has the server told, from some thread, that one is gone or failed, or was asked to stop."""
         ...
 
-    def abandon(self, reason: str) -> None:
-        """Ends them at once, unless they have ended in good order."""
+    def abandon(self, reason: str, code: int) -> None:
+        """Ends them at once with this exit code, unless they have ended in good order."""
         ...
 
 
@@ -107,7 +107,7 @@ def _serve(options: ServeOptions, source: Backend, prog: str, others: OtherProce
             others.watch(process.fail, process.ask_to_stop)
     except (InvalidValueError, UnsupportedHereError) as error:
         if others is not None:
-            others.abandon(f"process 0 stopped: {error}")
+            others.abandon(f"process 0 stopped: {error}", 2)
         return fail(prog, error)
     with asyncio.Runner(loop_factory=process.http.config.get_loop_factory()) as runner:
         code = runner.run(process.run())
@@ -115,7 +115,8 @@ def _serve(options: ServeOptions, source: Backend, prog: str, others: OtherProce
     if process.engine.state is not State.STOPPED:
         if others is not None:
             failure = process.engine.failure
-            others.abandon("process 0 has stopped" if failure is None else f"process 0 failed: {failure!r}")
+            reason = "process 0 has stopped" if failure is None else f"process 0 failed: {failure!r}"
+            others.abandon(reason, code)
         # Some thread may be inside a compiler, which must not have the interpreter torn down under it.
         sys.stderr.flush()
         os._exit(code)

@@ -118,8 +118,8 @@ def test_who_does_not_come_is_named() -> None:
 
 def test_a_port_that_is_taken_is_named() -> None:
     port = free_port()
-    taken = Cluster(f"127.0.0.1:{port}", 2, 0)
-    with socket.create_server(("", port + 1)), pytest.raises(InvalidValueError, match="--coordinator"):
-        Leader(taken)
+    for taken in (port, port + 1):
+        with socket.create_server(("", taken)), pytest.raises(InvalidValueError, match="--coordinator"):
+            Leader(Cluster(f"127.0.0.1:{port}", 2, 0))
     with pytest.raises(InvalidValueError, match=f"listens on {port + 1}"):
         Follower(Cluster(f"127.0.0.1:{port}", 2, 1), VERSIONS, 0.1)

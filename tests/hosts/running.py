@@ -18,7 +18,7 @@ import jax
 from tests.server.running import ROOT
 
 MODEL = ROOT / "tests" / "golden" / "tiny_mimo"
-SIZES = "--num-speculative-tokens 1 --max-num-seqs 4 --max-model-len 128 --page-size 128 --prefill-chunk 16"
+SIZES = "--num-speculative-tokens 1 --max-num-seqs 2 --max-model-len 128 --page-size 128 --prefill-chunk 16"
 START_SECONDS = 480  # with an empty compile cache, on a busy machine
 END_SECONDS = 10  # what users are promised
 

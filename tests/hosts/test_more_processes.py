@@ -58,9 +58,9 @@ def test_programs_on_demand_and_the_death_of_process_0(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_that_would_build_different_engines(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, 2, free_port(), ["--stages", "2"], {1: ["--max-num-seqs", "2"]})
+    launch = Launch(tmp_path, 2, free_port(), ["--stages", "2"], {1: ["--max-num-seqs", "4"]})
     codes = launch.wait_ended(START_SECONDS)
-    assert codes == [2, 1], launch.report()
+    assert codes == [2, 2], launch.report()
     for index in (0, 1):
         assert "EngineConfig.max_num_seqs of process 1" in launch.log(index), launch.report()
 
@@ -71,7 +71,7 @@ def test_the_same_script_offline(tmp_path: Path, alone: dict[str, list[str]]) ->
     script.write_text(f"""
 import sys
 from mtp_jax import LLM, SamplingParams
-sizes = dict(max_num_seqs=4, max_model_len=128, page_size=128, prefill_chunk=16, num_speculative_tokens=1)
+sizes = dict(max_num_seqs=2, max_model_len=128, page_size=128, prefill_chunk=16, num_speculative_tokens=1)
 hosts = dict(coordinator="127.0.0.1:" + sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 with LLM({str(MODEL)!r}, stages=2, use_tqdm=False, compile_cache=sys.argv[3], **sizes, **hosts) as llm:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -23,7 +23,7 @@ def alone() -> dict[str, list[str]]:
     llm = LLM(
         MODEL,
         num_speculative_tokens=1,
-        max_num_seqs=4,
+        max_num_seqs=1,
         max_model_len=128,
         page_size=128,
         prefill_chunk=16,
