@@ -20,7 +20,8 @@ from tests.server.running import ROOT
 MODEL = ROOT / "tests" / "golden" / "tiny_mimo"
 SIZES = "--num-speculative-tokens 1 --max-num-seqs 2 --max-model-len 128 --page-size 128 --prefill-chunk 16"
 START_SECONDS = 480  # with an empty compile cache, on a busy machine
-END_SECONDS = 10  # what users are promised
+END_SECONDS = 10  # after a process has died: what users are promised
+STOP_SECONDS = 60  # in good order: draining, and interpreters that take themselves apart
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from mtp_jax.llm import LLM
 from mtp_jax.request import SamplingParams
-from tests.hosts.running import MODEL, free_port, launched
+from tests.hosts.running import MODEL, STOP_SECONDS, free_port, launched
 
 PROMPTS = [list(range(3, 40)), list(range(50, 60)), [7, 8, 9]]
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -61,7 +61,7 @@ def test_two_processes(tmp_path: Path, alone: dict[str, list[str]]) -> None:
         assert texts_of(launch, **SEEDED) == alone["seeded"]
         # A process that is told to stop has all of them end in good order.
         launch.kill(1, signal.SIGTERM)
-        assert launch.wait_ended() == [0, 0], launch.report()
+        assert launch.wait_ended(STOP_SECONDS) == [0, 0], launch.report()
         assert "was told to stop (SIGTERM)" in launch.log(0)
         assert "process 0 has ended" in launch.log(1)
 
