@@ -5,6 +5,7 @@
 >>> llm.generate("The sky is", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
 """
 
+import atexit
 import dataclasses
 import itertools
 import math
@@ -16,8 +17,10 @@ from typing import Literal, TypedDict
 from tqdm import tqdm
 
 from mtp_jax.config import EngineConfig
-from mtp_jax.engine.build import EngineOptions, build_engine
+from mtp_jax.engine.build import EngineOptions
+from mtp_jax.engine.cluster import find_cluster
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.hosts import build_together, follow, lead
 from mtp_jax.engine.prepare import default_compile_cache, prepare_jax
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import InvalidRequestError, InvalidValueError
@@ -84,11 +87,16 @@ class LLM:
       kv_cache_gib: memory for KV pages on each device, instead of `num_pages`.
       compile_cache: folder for compiled programs, or `off`. None keeps what JAX is configured to
         use, or `~/.cache/mtp_jax/xla` if that is nothing.
+      coordinator, num_processes, process_id: for a model on several hosts, where the same script runs in
+        every process: HOST:PORT of process 0, how many processes there are, and which this is. coordinator
+        "auto" takes all three from Cloud TPU, SLURM or Kubernetes. Only process 0 gets an LLM: in the others
+        the constructor works for it until it is closed (or process 0 ends), and then raises SystemExit.
       engine_options: other fields of EngineConfig, such as max_num_seqs, page_size, num_pages,
         prefill_chunk, max_rounds, draft_sampling, enable_prefix_caching.
 
     Raises:
       InvalidValueError: an option or a checkpoint that cannot be used.
+      SystemExit: in a process other than 0, at the end.
     """
 
     def __init__(
@@ -105,6 +113,9 @@ class LLM:
         kv_cache_gib: float | None = None,
         compile_cache: str | Path | None = None,
         use_tqdm: bool = True,
+        coordinator: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
         **engine_options: int | str | bool | tuple[int, ...],
     ):
         legal = {field.name for field in dataclasses.fields(EngineConfig)}
@@ -123,12 +134,22 @@ class LLM:
             kv_cache_gib=kv_cache_gib,
             overrides=overrides,
         )
-        _prepare(stages * tensor * data, compile_cache)
+        auto = coordinator == "auto"
+        cluster = None
+        if auto or (coordinator, num_processes, process_id) != (None, None, None):
+            cluster = find_cluster(None if auto else coordinator, num_processes, process_id)
+        _prepare(stages * tensor * data, compile_cache, 1 if cluster is None else cluster.num_processes)
+        if cluster is not None and cluster.process_id:
+            follow(cluster, options)
+            raise SystemExit(0)
+        leader = None if cluster is None else lead(cluster)
         bars = PhaseBars()
         try:
-            self._engine: Engine | None = build_engine(options, bars if use_tqdm else _silent)
+            self._engine: Engine | None = build_together(options, leader, bars if use_tqdm else _silent)
         finally:
             bars.close()
+        if leader is not None:
+            atexit.register(self.close)  # the other processes end in good order then
         self._ids = itertools.count()
 
     @property
@@ -191,6 +212,7 @@ class LLM:
         """Frees the engine; may be called twice."""
         engine, self._engine = self._engine, None
         if engine is not None:
+            atexit.unregister(self.close)
             engine.close()
 
     def __enter__(self) -> "LLM":
@@ -265,11 +287,11 @@ def _silent(phase: str, done: float, total: float) -> None:
     pass
 
 
-def _prepare(num_devices: int, compile_cache: str | Path | None) -> None:
+def _prepare(num_devices: int, compile_cache: str | Path | None, num_processes: int) -> None:
     import jax
 
     chosen = compile_cache or jax.config.jax_compilation_cache_dir or default_compile_cache()  # pyright: ignore
-    prepare_jax(num_devices, str(chosen))
+    prepare_jax(num_devices, str(chosen), num_processes)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

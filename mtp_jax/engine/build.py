@@ -15,6 +15,8 @@ from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig, ModelConfig
 from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
+from mtp_jax.engine.follower import Follower
+from mtp_jax.engine.leader import Leader
 from mtp_jax.engine.memory import MemoryPlan, check_memory, device_memory_bytes, plan_memory
 from mtp_jax.engine.placed import check_placed, load_weights
 from mtp_jax.engine.plan_arrays import PLAN_SPEC, PlanArrays, PlanWriter
@@ -41,6 +43,7 @@ from mtp_jax.models.registry import check_supported, layer_kinds, layer_sizes
 from mtp_jax.progress import Report
 from mtp_jax.scheduler.plan import DispatchPlan, SlotView
 from mtp_jax.scheduler.scheduler import Scheduler
+from sharding.hosts import check_everybody_takes_part
 from sharding.mesh import make_mesh
 from sharding.placement import Placement, make_placement
 from sharding.stage_plan import StagePlan, plan_stages
@@ -148,6 +151,7 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     has_mtp = head is not None or model.num_nextn_predict_layers > 0
     config = resolve_config(options, model, has_mtp=has_mtp, on_cpu=jax.default_backend() == "cpu")
     mesh = _checked("--stages", config.stages, lambda: make_mesh(config.stages, config.data, config.tensor))
+    _checked("--stages", config.stages, lambda: check_everybody_takes_part(mesh))
     draft_vocab = head.draft_vocab if head is not None else None
     if isinstance(source, PlacedDir):
         draft_vocab = source.draft_vocab
@@ -210,16 +214,33 @@ def build_engine(options: EngineOptions, report: Report = lambda phase, done, to
     return construct(draw_blueprint(options), report)
 
 
-def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: None) -> Engine:
-    """Builds the engine of a blueprint: compiles while it reads, for a program needs only shapes."""
+def construct(
+    blueprint: Blueprint,
+    report: Report = lambda phase, done, total: None,
+    hosts: Leader | Follower | None = None,
+) -> Engine:
+    """Builds the engine of a blueprint: compiles while it reads, for a program needs only shapes.
+
+    On several hosts every process builds its own, of a blueprint that they `agree` on, and `hosts` are the
+    others. Process 0 says what is compiled; its engine is ready when all are.
+    """
     config, program, layout = blueprint.config, blueprint.program, blueprint.program.layout
     shapes, specs = state_shapes(layout, config), state_specs(layout, config)
     background, table = blueprint.options.background_compile, blueprint.buckets
-    executables = Executables(program, _shapes_of(program, shapes, specs), background=background)
+    leader = hosts if isinstance(hosts, Leader) else None
+    executables = Executables(
+        program,
+        _shapes_of(program, shapes, specs),
+        background=background and not isinstance(hosts, Follower),
+        announce=None if leader is None else leader.announce,
+    )
     with concurrent.futures.ThreadPoolExecutor(COMPILER_THREADS, "mtp-jax-compile") as pool:
         first, fallback = table.first(), table.fallback()
         if not background:  # nothing may be compiled later than it is wanted
             first, fallback = [*first, *fallback], []
+        if isinstance(hosts, Follower):
+            hosts.compile_with(executables.compile)
+            first, fallback = [], []
         compiles = [pool.submit(executables.compile, bucket) for bucket in first]
         try:
             weights = load_weights(
@@ -232,6 +253,8 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
             report("placing", 0, 1)
             state = init_state(shapes, specs, layout.placement)
             jax.block_until_ready((weights, state))
+            if hosts is not None:
+                hosts.wait_ready()
             report("placing", 1, 1)
             for done, compiled in enumerate(concurrent.futures.as_completed(compiles)):
                 report("compiling", done, len(compiles))
@@ -260,6 +283,7 @@ def construct(blueprint: Blueprint, report: Report = lambda phase, done, total: 
         shaping=ShapingSlots(config.max_num_seqs, layout.padded_vocab, layout.placement),
         weights=weights,
         state=state,
+        leader=leader,
     )
 
 

@@ -14,10 +14,13 @@ from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.adaptive import DraftChooser
 from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling, bucket_of, report_of, sampling_of
 from mtp_jax.engine.executables import Compiled, Executables
+from mtp_jax.engine.leader import Leader
 from mtp_jax.engine.on_demand import OnDemand
+from mtp_jax.engine.orders import Launch
 from mtp_jax.engine.outputs import Completion
 from mtp_jax.engine.plan_arrays import (
     PlanArrays,
+    PlanChanges,
     PlanWriter,
     PromptResult,
     number_slots,
@@ -30,6 +33,7 @@ from mtp_jax.engine.shaping_slots import (
     bad_word_tokens,
     check_something_is_left,
 )
+from mtp_jax.engine.shaping_state import ShapingState
 from mtp_jax.engine.state import EngineState, with_shaping
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.engine.step import StepOutput
@@ -77,6 +81,7 @@ class Engine:
         shaping: ShapingSlots,
         weights: Weights,
         state: EngineState,
+        leader: Leader | None = None,  # of the other processes, in process 0 of several
     ):
         self.model_name, self.model_config, self.config, self.tokenizer = (
             model_name,
@@ -86,7 +91,7 @@ class Engine:
         )
         self.executables, self._buckets = executables, buckets
         self._scheduler, self._writer = scheduler, writer
-        self._weights, self._state = weights, state
+        self._weights, self._state, self._leader = weights, state, leader
         self._shaping, self._on_demand = shaping, OnDemand(executables, buckets)
         # A thread of its own: a launch on a GPU is 1,500 kernels and 2 ms of a host that has more to do.
         self._launcher = ThreadPoolExecutor(1, "mtp-jax-launch")
@@ -144,6 +149,13 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Launches the next dispatch, then reads the one before: the host works while the device does."""
+        try:
+            return self._step()
+        except Exception as error:
+            self._broken = self._broken or error
+            raise
+
+    def _step(self) -> list[RequestOutput]:
         outputs = self._admit_held()
         began = time.perf_counter()
         plan = self._scheduler.schedule()
@@ -164,15 +176,39 @@ class Engine:
         exact = self._bucket(plan)
         bucket, step = self.executables.find(exact)
         self._look_ahead(plan, exact)
-        arrays, pending = self._writer.write(plan, bucket), self._shaping.pending(plan.slots)
-        output = self._launcher.submit(self._run, step, arrays, bucket, pending)
+        changes, pending = self._writer.changes(plan, bucket), self._shaping.pending(plan.slots)
+        arrays = self._writer.apply(changes, bucket)
+        output = self._launcher.submit(self._launch_everywhere, step, arrays, changes, bucket, pending)
         alike = bool(self._unread) and self._unread[-1].bucket == bucket == exact and not bucket.chunk
         times = alike and not self.executables.is_compiling
         ticks = plan.rounds * self.config.stages
         return Launched(plan, output, bucket, ticks, times, self.executables.num_compiled)
 
+    def _launch_everywhere(
+        self,
+        step: Compiled,
+        plan: PlanArrays,
+        changes: PlanChanges,
+        bucket: Bucket,
+        pending: Sequence[Installation],
+    ) -> StepOutput:
+        """`_run`, and the same in the other processes. Whatever a step gets must be in the order to them."""
+        installations = self._shaping.on_host(pending)
+        if self._leader is not None and self._broken is None:
+            self._leader.launch(Launch(bucket, changes, installations))
+        return self._run(step, plan, bucket, installations)
+
+    def follow(self, order: Launch) -> StepOutput:
+        """Launches what process 0 launches; all that an engine does in the other processes."""
+        step, arrays = self.executables.compile(order.bucket), self._writer.apply(order.changes, order.bucket)
+        return self._run(step, arrays, order.bucket, order.installations)
+
     def _run(
-        self, step: Compiled, plan: PlanArrays, bucket: Bucket, pending: Sequence[Installation]
+        self,
+        step: Compiled,
+        plan: PlanArrays,
+        bucket: Bucket,
+        installations: Sequence[tuple[int, ShapingState]],
     ) -> StepOutput:
         """Hands a step to the device; only the launcher's thread touches the state."""
         if self._broken is not None:  # say what was first, not that the state is gone
@@ -181,7 +217,7 @@ class Engine:
             if bucket.sampling is not Sampling.SHAPED:
                 self._state, output = step(self._weights, self._state, plan)
                 return output
-            self._shaping.install(pending)
+            self._shaping.install(installations)
             state, output = step(self._weights, with_shaping(self._state, self._shaping.state), plan)
             self._shaping.state, self._state = state.slots.shaping, with_shaping(state, None)
         except BaseException as error:
@@ -292,7 +328,9 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Waits for the device and the background compiler, and lets go of both."""
+        """Waits for the device and the background compiler, and lets go of both. Ends the other processes."""
+        if self._leader is not None and self._broken is not None:
+            self._leader.fail(f"process 0 failed: {self._broken!r}")
         unread = list(self._unread)
         self._unread.clear()
         try:
@@ -301,6 +339,8 @@ class Engine:
         finally:
             self._launcher.shutdown()
             self.executables.close()
+            if self._leader is not None:
+                self._leader.end()
 
 
 class Counts:

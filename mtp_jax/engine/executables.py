@@ -56,6 +56,8 @@ class Executables:
       program: what is compiled.
       shapes: for a bucket, the abstract (weights, state, plan) to compile for.
       background: compile missing buckets in a thread and use larger ones meanwhile; else compile at once.
+      announce: called before a bucket is compiled; what it returns, afterwards, and only then is the bucket
+        there. On several hosts it has the others compile too.
     """
 
     def __init__(
@@ -64,8 +66,9 @@ class Executables:
         shapes: Callable[[Bucket], tuple[Weights, EngineState, PlanArrays]],
         *,
         background: bool,
+        announce: Callable[[Bucket], Callable[[], None]] | None = None,
     ):
-        self._program, self._shapes = program, shapes
+        self._program, self._shapes, self._announce = program, shapes, announce
         self._ready: dict[Bucket, Compiled] = {}
         self._locks: dict[Bucket, threading.Lock] = collections.defaultdict(threading.Lock)
         self._wanted: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
@@ -96,9 +99,13 @@ class Executables:
                 with self._guard:
                     self._compiling += 1
                 try:
+                    everywhere = None if self._announce is None else self._announce(bucket)
                     weights, state, plan = self._shapes(bucket)
                     lowered = self._program.step(bucket).lower(weights, state, plan)
-                    self._ready[bucket] = lowered.compile(compiler_options())
+                    compiled = lowered.compile(compiler_options())
+                    if everywhere is not None:
+                        everywhere()
+                    self._ready[bucket] = compiled
                     self.compile_seconds[bucket] = time.perf_counter() - began
                 finally:
                     with self._guard:

@@ -15,6 +15,7 @@ from mtp_jax.engine.logprobs import PROMPT_ROW, unpack, unpack_all
 from mtp_jax.engine.sampling import RowSampling
 from mtp_jax.request import TokenLogprobs
 from mtp_jax.scheduler.plan import DEVICE_STOP_TOKENS, DispatchPlan, RowResult, SlotView
+from sharding.hosts import place
 from sharding.mesh import DATA
 from sharding.placement import Placement
 
@@ -71,8 +72,18 @@ def unread_fields(bucket: Bucket) -> frozenset[str]:
     return frozenset(unread.get(bucket.sampling, ())) | (frozenset() if bucket.drafts else {"num_drafts"})
 
 
+@dataclasses.dataclass(frozen=True)
+class PlanChanges:
+    """What the devices have to be told for one dispatch, on the host: the same in every process."""
+
+    fields: dict[str, np.ndarray]  # of PlanArrays, those that changed
+    chunks: dict[str, np.ndarray] | None  # of ChunkArrays; None without a lane
+
+
 class PlanWriter:
     """Turns plans into device arrays, sending only what changed since the last dispatch.
+
+    On several hosts process 0 finds the changes, and every process applies them in the same order.
 
     In steady decode nothing changes but, now and then, a page table: a dispatch then moves no bytes, and
     the host looks at no more than (generation, number of pages) of each slot: under one generation
@@ -99,31 +110,37 @@ class PlanWriter:
         }
         self._sent: dict[str, jax.Array] = {}
         self._sent_rows: tuple[tuple[int, ...], ...] = ()
+        self._sent_sizes = (0, 0)  # pages of the table and rows a group; (0, 0) before the first plan
 
     def write(self, plan: DispatchPlan, bucket: Bucket) -> PlanArrays:
         """The plan padded to a bucket that is at least as large as the plan's own."""
+        return self.apply(self.changes(plan, bucket), bucket)
+
+    def changes(self, plan: DispatchPlan, bucket: Bucket) -> PlanChanges:
+        """What `write` has to send."""
         fields = self._changed_slots(plan.slots)
-        table = self._sent.get("table")
-        if table is None or table.shape[1] != bucket.width or "capacity" in fields:
+        width, rows = self._sent_sizes
+        if width != bucket.width or "capacity" in fields:
             fields["table"] = self._table[:, : bucket.width]
-        rows = self._sent.get("rows")
-        if rows is None or rows.shape[1] != bucket.rows or plan.rows != self._sent_rows:
+        if rows != bucket.rows or plan.rows != self._sent_rows:
             fields["rows"] = self._rows(plan, bucket)
             self._sent_rows = plan.rows
-        self._sent |= self._send(fields)
-        chunks = ChunkArrays(**self._send(self._chunks(plan, bucket))) if bucket.chunk else None
+        self._sent_sizes = bucket.width, bucket.rows
+        # Copies: the CPU back end may keep using a host array's memory, and these are written to again.
+        fields = {name: array.copy() for name, array in fields.items()}
+        return PlanChanges(fields, self._chunks(plan, bucket) if bucket.chunk else None)
+
+    def apply(self, changes: PlanChanges, bucket: Bucket) -> PlanArrays:
+        """Sends the changes of a dispatch; the arrays of its step."""
+        self._sent |= place(changes.fields, self._sharding)
+        chunks = None if changes.chunks is None else ChunkArrays(**place(changes.chunks, self._sharding))
         unread = unread_fields(bucket)
         read = {name: None if name in unread else array for name, array in self._sent.items()}
         return PlanArrays(**read, chunks=chunks)  # pyright: ignore[reportArgumentType]
 
-    def _send(self, fields: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        # Copies: the CPU back end may keep using a host array's memory, and these are written to again.
-        arrays = jax.device_put([array.copy() for array in fields.values()], self._sharding)
-        return dict(zip(fields, arrays, strict=True))
-
     def _changed_slots(self, slots: Sequence[SlotView]) -> dict[str, np.ndarray]:
         """Brings the host arrays up to date; returns those that the device has to get."""
-        new_request = grown = not self._sent
+        new_request = grown = self._sent_sizes == (0, 0)
         for index, slot in enumerate(slots):
             now = (slot.generation, len(slot.pages))
             if now == self._seen[index]:

@@ -16,15 +16,17 @@ def default_compile_cache() -> str:
     return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mtp_jax" / "xla")
 
 
-def prepare_jax(num_devices: int, compile_cache: str) -> None:
+def prepare_jax(num_devices: int, compile_cache: str, num_processes: int = 1) -> None:
     """Configures JAX for an engine.
 
     Args:
       num_devices: devices of the mesh; where there is no accelerator, as many CPU devices are made.
       compile_cache: a folder, or `off`. JAX keys entries by version, back end, program and options.
+      num_processes: that the devices belong to; each makes its share of CPU devices.
     """
     import jax
 
+    num_devices = -(-num_devices // num_processes)
     if num_devices > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # JAX runs already: its devices are what there is
             if jax.config.jax_num_cpu_devices < num_devices:  # pyright: ignore[reportAttributeAccessIssue]

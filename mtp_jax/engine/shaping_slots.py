@@ -31,6 +31,7 @@ from mtp_jax.errors import InvalidRequestError
 from mtp_jax.request import SamplingParams
 from mtp_jax.scheduler.plan import Shaping, SlotView
 from mtp_jax.text.tokenizer import Tokenizer
+from sharding.hosts import place
 from sharding.mesh import DATA
 from sharding.placement import Placement
 
@@ -65,22 +66,23 @@ class ShapingSlots:
                 new.append(Installation(index, slot.generation, slot.shaping))
         return new
 
-    def install(self, installations: Sequence[Installation]) -> None:
+    def on_host(self, installations: Sequence[Installation]) -> list[tuple[int, ShapingState]]:
+        """Slots and the rows that `install` writes to them: the same in every process."""
+        return [(each.slot, slot_arrays(each, self.padded_vocab)) for each in installations]
+
+    def install(self, installations: Sequence[tuple[int, ShapingState]]) -> None:
         """Writes requests to their slots."""
         if self.state is None:
             self.state = jax.jit(self._zeros, out_shardings=self._shardings(shaping_specs(self._placement)))()
-        for installation in installations:
-            row = slot_arrays(installation, self.padded_vocab)
-            self.state = self._put(self.state, np.int32(installation.slot), self._send(row))
+        for slot, row in installations:
+            sent = place(row, self._shardings(slot_specs(self._placement)))
+            self.state = self._put(self.state, np.int32(slot), sent)
 
     def _zeros(self) -> ShapingState:
         return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._shapes)
 
     def _shardings(self, specs: ShapingState) -> ShapingState:
         return jax.tree.map(lambda spec: NamedSharding(self._placement.mesh, spec_of(spec)), specs)
-
-    def _send(self, row: ShapingState) -> ShapingState:
-        return jax.tree.map(jax.device_put, row, self._shardings(slot_specs(self._placement)))
 
     @functools.cached_property
     def _put(self):

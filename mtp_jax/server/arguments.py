@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig
 from mtp_jax.engine.prepare import default_compile_cache
 from mtp_jax.errors import InvalidValueError
-from mtp_jax.server.more_flags import ANSWER_FLAGS, LIMIT_FLAGS
+from mtp_jax.server.more_flags import ANSWER_FLAGS, HOST_FLAGS, LIMIT_FLAGS
 from mtp_jax.server.readers import Flag, any_text, drafts, layer_counts, number, origins
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -40,6 +40,9 @@ class ServeOptions:
     dtype: str = "auto"  # one of DTYPES
     kv_cache_gib: float | None = None  # instead of engine.num_pages: memory for KV pages, per device
     compile_cache: str = dataclasses.field(default_factory=default_compile_cache)  # a folder or "off"
+    coordinator: str | None = None  # HOST:PORT of process 0; None: from the environment, if at all
+    num_processes: int | None = None
+    process_id: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000  # 0 takes a free one
     api_key: str | None = None
@@ -131,6 +134,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "max_rounds": ("rounds of the ring in a dispatch at most: 1, 2, 4 or 8", _INTEGER, None),
         "compile_cache": ("folder for compiled programs, or 'off'", any_text, None),
     },
+    "hosts": HOST_FLAGS,
     "server": {
         "host": ("address to listen on", any_text, None),
         "port": ("port to listen on; 0 takes a free one", number(int, 0, 65535), None),
@@ -141,7 +145,11 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
         "api_key": ("key that clients must send; /health, /ready and /metrics stay open", any_text, None),
         "drain_timeout": ("seconds that running requests get to finish on SIGTERM", number(float, 0), None),
-        "watchdog_timeout": ("seconds after which a single step counts as hung", number(float, 1), None),
+        "watchdog_timeout": (
+            "seconds without a finished dispatch, while there is work, after which /health says 503",
+            number(float, 1),
+            None,
+        ),
         "log_level": ("least severity that is logged", any_text, ("debug", "info", "warning", "error")),
         "log_format": ("text or one JSON object a line", any_text, ("text", "json")),
     },

@@ -101,7 +101,8 @@ class AsyncEngine:
       build: makes the engine; called in the engine's thread with a function to report progress to.
       observer: the metrics.
       on_progress: shows progress to a person; called in the engine's thread.
-      watchdog_seconds: a single step that takes longer counts as a hang (`healthy` is False).
+      watchdog_seconds: where no dispatch finishes for longer although there is work, the engine hangs
+        (`healthy` is False).
       max_queued: completions that may wait besides those that have a slot.
       request_seconds: what takes longer than this after it was submitted is ended; 0 is no limit.
     """
@@ -121,7 +122,7 @@ class AsyncEngine:
         self._commands: collections.deque[_Admit | _Abort] = collections.deque()
         self._wake = threading.Condition()
         self._stop = False
-        self._step_started: float | None = None
+        self._waiting_since: float | None = None  # that there is work and no dispatch has finished
         self._live: dict[str, Submission] = {}
         self._admitting: set[asyncio.Future[None]] = set()
         self._engine: EngineCore | None = None
@@ -151,8 +152,8 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
-        """False when dead, or when the running step has taken longer than the watchdog allows."""
-        started = self._step_started
+        """False when dead, or when work waits for a dispatch for longer than the watchdog allows."""
+        started = self._waiting_since
         hung = started is not None and time.monotonic() - started > self._watchdog_seconds
         return self.state is not State.DEAD and not hung
 
@@ -282,7 +283,13 @@ class AsyncEngine:
         self.state = State.READY
         self.loaded.set()
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the engine for those who wait for it, whatever its thread is doing. From any thread."""
+        self._post(self._ended, error)
+
     def _ended(self, failure: BaseException | None) -> None:
+        if self.ended.is_set():
+            return
         self.failure = failure
         self.state = State.STOPPED if failure is None else State.DEAD
         error = EngineDeadError(
@@ -346,12 +353,15 @@ class AsyncEngine:
                     return
                 commands = tuple(self._commands)
                 self._commands.clear()
-            self._step_started = time.monotonic()
+            if self._waiting_since is None:
+                self._waiting_since = time.monotonic()
+            ticks = self.latest_stats.ticks
             for command in commands:
                 self._execute(engine, command)
             outputs = engine.step() if engine.has_work() else []
             self.latest_stats = engine.stats()
-            self._step_started = None
+            if outputs or self.latest_stats.ticks != ticks or not engine.has_work():
+                self._waiting_since = None
             self._post(self._publish, outputs, time.monotonic(), self.latest_stats)
 
     def _publish(self, outputs: list[RequestOutput], now: float, stats: EngineStats) -> None:

@@ -12,14 +12,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import uvicorn
 
 from mtp_jax import __version__
-from mtp_jax.errors import InvalidValueError, UnsupportedHereError
+from mtp_jax.errors import EngineDeadError, InvalidValueError, UnsupportedHereError
 from mtp_jax.progress import Report
 from mtp_jax.server.app import allow_origins, create_app
 from mtp_jax.server.arguments import ServeOptions, fail, parse_options
@@ -37,6 +38,7 @@ from mtp_jax.text.chat import check_template
 log = logging.getLogger(__name__)
 
 LOAD_LOG_SECONDS = 10.0
+FAIL_SECONDS = 8.0  # within which a server ends whose engine cannot
 FLUSH_SECONDS = 5.0  # for answers that are written when the server stops
 
 
@@ -48,6 +50,18 @@ class Backend(Protocol):
         ...
 
     def build(self, options: ServeOptions, report: Report) -> EngineCore: ...
+
+
+class OtherProcesses(Protocol):
+    """Those that serve together with this one: what the server has to do with them."""
+
+    def watch(self, on_trouble: Callable[[str], None], on_stop: Callable[[str], None]) -> None:
+        """Has the server told, from some thread, that one is gone or failed, or was asked to stop."""
+        ...
+
+    def abandon(self, reason: str, code: int) -> None:
+        """Ends them at once with this exit code, unless they have ended in good order."""
+        ...
 
 
 class _HttpServer(uvicorn.Server):
@@ -63,24 +77,46 @@ def main(
 ) -> int:
     """Serves until told to stop; returns the exit code."""
     options = parse_options(sys.argv[1:] if argv is None else argv, prog)
-    source = backend
-    if source is None:
-        from mtp_jax.server.backend import EngineBackend  # imports jax: --help and bad flags need none
-
-        source = EngineBackend()
     configure_logging(options.log_level, options.log_format)
+    if backend is not None:
+        return _serve(options, backend, prog)
+    # These import jax: --help and bad flags need none.
+    from mtp_jax.engine.cluster import find_cluster
+    from mtp_jax.server.backend import EngineBackend
+    from mtp_jax.server.follow import FollowerProcess
+
+    try:
+        cluster = find_cluster(options.coordinator, options.num_processes, options.process_id)
+    except (InvalidValueError, UnsupportedHereError) as error:
+        return fail(prog, error)
+    if cluster is not None and cluster.process_id > 0:
+        return FollowerProcess(options, cluster, prog).run()
+    ours = EngineBackend(cluster)
+    return _serve(options, ours, prog, ours)
+
+
+def _serve(options: ServeOptions, source: Backend, prog: str, others: OtherProcesses | None = None) -> int:
+    """The life of a server with this backend; the exit code."""
     try:
         if options.check:
-            print(source.describe(options))
+            print(source.describe(options), flush=True)
             return 0
         listener = bind_listener(options.host, options.port)
         process = ServerProcess(options, source, listener, prog)
+        if others is not None:
+            others.watch(process.fail, process.ask_to_stop)
     except (InvalidValueError, UnsupportedHereError) as error:
+        if others is not None:
+            others.abandon(f"process 0 stopped: {error}", 2)
         return fail(prog, error)
     with asyncio.Runner(loop_factory=process.http.config.get_loop_factory()) as runner:
         code = runner.run(process.run())
     exit_on_signals()  # the loop has put Python's own handlers back
     if process.engine.state is not State.STOPPED:
+        if others is not None:
+            failure = process.engine.failure
+            reason = "process 0 has stopped" if failure is None else f"process 0 failed: {failure!r}"
+            others.abandon(reason, code)
         # Some thread may be inside a compiler, which must not have the interpreter torn down under it.
         sys.stderr.flush()
         os._exit(code)
@@ -178,7 +214,7 @@ class ServerProcess:
     async def run(self, handle_signals: bool = True) -> int:
         """Serves until `stop` is set, by a signal or a caller in this loop; the exit code."""
         self.stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT) if handle_signals else ():
             loop.add_signal_handler(number, self._on_signal, number)
         self.engine.start()
@@ -192,6 +228,19 @@ class ServerProcess:
             await serving
             for observer in self.traces:
                 await asyncio.to_thread(observer.close)
+
+    def fail(self, reason: str) -> None:
+        """Another process is gone: clients get an error, and the server ends. From any thread."""
+        self.engine.fail(EngineDeadError(reason))
+        # The loop may have no chance: a thread can hold the interpreter in a call that never returns.
+        backstop = threading.Timer(FAIL_SECONDS, os._exit, (1,))
+        backstop.daemon = True
+        backstop.start()
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Drains as SIGTERM does. From any thread."""
+        log.info("%s", reason)
+        self._loop.call_soon_threadsafe(self.stop.set)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.stop.is_set():
@@ -218,6 +267,9 @@ class ServerProcess:
         error = self.engine.failure
         if isinstance(error, InvalidValueError | UnsupportedHereError):
             return fail(self.prog, error)
+        if isinstance(error, EngineDeadError):  # another process, which says more
+            log.critical("loading failed: %s", error)
+            return 1
         log.critical("loading failed", exc_info=error)
         return 1
 

@@ -27,6 +27,21 @@ ANSWER_FLAGS: dict[str, Flag] = {
     ),
 }
 
+HOST_FLAGS: dict[str, Flag] = {
+    "coordinator": (
+        "HOST:PORT of process 0, for a model on several hosts; this port and the next must be free there. "
+        "Cloud TPU, SLURM and Kubernetes tell by themselves",
+        any_text,
+        None,
+    ),
+    "num_processes": (
+        "processes that serve together, all with the same flags; 1 is this one alone",
+        number(int, 1),
+        None,
+    ),
+    "process_id": ("which of them this is, from 0; process 0 has HTTP and scheduler", number(int, 0), None),
+}
+
 LIMIT_FLAGS: dict[str, Flag] = {
     "max_body_mib": ("largest request body, in MiB", number(float, 0.001), None),
     "max_header_kib": ("largest head of a request, in KiB", number(float, 1), None),

@@ -199,3 +199,48 @@ def test_a_failing_load_is_reported() -> None:
         assert engine.percent == 12.5
 
     asyncio.run(main())
+
+
+class _Stuck(ScriptedEngine):
+    """Steps return, but no dispatch finishes until `release` is set: a request waits for a compiler, say."""
+
+    def step(self) -> list[RequestOutput]:
+        if self.release.is_set():
+            return super().step()
+        time.sleep(0.01)
+        return []
+
+
+def test_work_without_a_finished_dispatch_is_a_hang() -> None:
+    core = _Stuck(EngineConfig(max_num_seqs=2, num_pages=32))
+
+    async def main() -> None:
+        engine = AsyncEngine(lambda report: core, watchdog_seconds=0.3)
+        engine.start()
+        await engine.loaded.wait()
+        await asyncio.sleep(0.5)
+        assert engine.healthy  # there is no work
+        submission = await engine.submit([_request("a", "abc", max_tokens=5)])
+        assert engine.healthy
+        await asyncio.sleep(0.5)
+        assert not engine.healthy
+        core.release.set()
+        assert len([output async for output in submission]) == 5 and engine.healthy
+        engine.stop()
+        await asyncio.wait_for(engine.ended.wait(), 5)
+
+    asyncio.run(main())
+
+
+def test_a_failure_elsewhere_ends_an_engine_that_is_stuck() -> None:
+    """Another process is gone, and this one's devices wait for it."""
+
+    async def body(engine: AsyncEngine, core: ScriptedEngine) -> None:
+        submission = await engine.submit([_request("a", "HANG")])
+        await asyncio.to_thread(engine.fail, EngineDeadError("process 1 is gone"))
+        with pytest.raises(EngineDeadError, match="process 1 is gone"):
+            await anext(submission)
+        assert engine.state is State.DEAD
+        core.release.set()
+
+    assert _run(body).release.is_set()
