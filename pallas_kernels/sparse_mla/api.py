@@ -29,8 +29,8 @@ def sparse_mla(
         out = einsum("tnj,tjv->tnv", softmax(scores), k[..., :value_width])
         lse = logsumexp(scores)
 
-    A token may name a row twice: it then counts twice. No row is read but those that are named. The cache is read
-    where it lies. Works inside shard_map with check_vma on.
+    A token may name a row twice: it then counts twice. No row is read but those that are named. The cache is
+    read where it lies. Works inside shard_map with check_vma on.
 
     Args:
       q: [T, N, R], absorbed queries: N heads of a latent part and a rotated part.
@@ -61,7 +61,7 @@ def sparse_mla(
 
 
 def rows_of(positions: jax.Array, table: jax.Array, page_size: int) -> jax.Array:
-    """Rows of the flattened cache of the positions [B, ...] of sequences with pages `table` [B, W]; -1 stays."""
+    """Rows of the flattened cache at positions [B, ...] of sequences with pages `table` [B, W]; -1 stays."""
     flat = positions.reshape(positions.shape[0], -1)
     at = jnp.maximum(flat, 0)
     page = jnp.take_along_axis(table, at // page_size, axis=1)

@@ -57,7 +57,7 @@ def sparse_mla(
     tuning = tuning or Tuning()
     t, n, _ = q.shape
     blocks = -(-indices.shape[1] // KEYS)
-    splits = tuning.splits or _choose_splits(t * -(-n // HEADS), blocks)
+    splits = tuning.splits or choose_splits(t, n, indices.shape[1])
     share = -(-blocks // splits)
     splits = -(-blocks // share)
     padding = splits * share * KEYS - indices.shape[1]
@@ -68,9 +68,9 @@ def sparse_mla(
     return (out[:, 0], lse[:, 0]) if splits == 1 else _join(out, lse)
 
 
-def _choose_splits(programs: int, blocks: int) -> int:
-    """Shares that fill the chip once."""
-    return max(1, min(NUM_SMS // programs, blocks))
+def choose_splits(tokens: int, heads: int, chosen: int) -> int:
+    """Shares of the keys of a token that fill the chip once."""
+    return max(1, min(NUM_SMS // (tokens * -(-heads // HEADS)), -(-chosen // KEYS)))
 
 
 def _kernel(program: seesaw.Program, tokens: int, splits: int, heads: int) -> Callable:
@@ -99,7 +99,11 @@ def _kernel(program: seesaw.Program, tokens: int, splits: int, heads: int) -> Ca
             jax.ShapeDtypeStruct((tokens, splits, heads), jnp.float32),
         ],
         scratch_types=scratch,
-        grid=(tokens, splits, -(-heads // HEADS)),  # heads of a token run side by side: they read the same rows
+        grid=(
+            tokens,
+            splits,
+            -(-heads // HEADS),
+        ),  # heads of a token run side by side: they read the same rows
         grid_names=("token", "share", "heads"),
         num_threads=3,
         thread_name="warpgroup",

@@ -10,7 +10,9 @@ def sparse_mla(
     """See api.sparse_mla. Gathers all rows at once, so its memory is that of T * J rows in fp32."""
     there = indices >= 0  # T J
     rows = cache.reshape(-1, cache.shape[-1])[jnp.maximum(indices, 0)].astype(jnp.float32)
-    rows = jnp.where(there[..., None], rows, 0.0)  # the row that stands for none may be anything, NaN included
+    rows = jnp.where(
+        there[..., None], rows, 0.0
+    )  # the row that stands for none may be anything, NaN included
     exact = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("tnr,tjr->tnj", q.astype(jnp.float32), rows, precision=exact) * scale
     scores = jnp.where(there[:, None], scores, -jnp.inf)

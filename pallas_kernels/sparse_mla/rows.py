@@ -1,7 +1,7 @@
 """Rows of a cache, gathered by index into swizzled shared memory, on Hopper.
 
-Pallas has no gather there (TMA's is Blackwell's), so a warpgroup sends 16 bytes a thread by cp.async and writes
-the 128-byte swizzle that wgmma reads itself. Arrivals are asynchronous: cp.async counts a barrier of its own
+Pallas has no gather there (TMA's is Blackwell's), so a warpgroup sends 16 bytes a thread by cp.async, and sees
+to the 128-byte swizzle that wgmma reads. Arrivals are asynchronous: cp.async counts a barrier of its own
 down when the rows are there, and the warpgroup that sends never waits for them. Such a barrier lies in plain
 shared memory, because inline code takes no barrier of Pallas.
 
@@ -55,7 +55,7 @@ class Async:
         run(barriers)
 
     def wait(self, barriers: Ref, which: jax.Array, turn: jax.Array) -> None:
-        """Until barrier `which` has completed its `turn`th (0, 1, ...) round; then wgmma may read the rows."""
+        """Until barrier `which` has completed round `turn` (0, 1, ...); then wgmma may read the rows."""
 
         @plgpu.inline_mgpu(arg_types=(_PLAIN, _SCALAR))
         def run(_, barrier, parity):
@@ -90,9 +90,7 @@ class Async:
                 count = arith.select(there, _int(2 * UNIT), _int(0))
                 source = _row(cache, at, width, arith.muli(unit, _int(UNIT)))
                 low = arith.remui(row, _int(8))
-                inner = arith.addi(
-                    arith.muli(low, _int(TILE)), arith.muli(arith.xori(unit, low), _int(UNIT))
-                )
+                inner = arith.addi(arith.muli(low, _int(TILE)), arith.muli(arith.xori(unit, low), _int(UNIT)))
                 for place, first in zip(places, first_columns, strict=True):
                     tiles = ir.MemRefType(place.type).shape[1]  # [keys / 8, tiles, 8, 64]
                     strides = ir.MemRefType(place.type).get_strides_and_offset()[0]

@@ -3,12 +3,12 @@
 A third warpgroup gathers blocks of 64 cache rows into two slots. Two warpgroups take turns: warpgroup w does
 scores and softmax of the blocks w, w + 2, ..., and owns columns [256 w, 256 w + 256) of the output for all
 blocks. Weights go to the other warpgroup through shared memory, over the block's rope columns, which nobody
-needs any more; with them go the running maximum and the factor by which it shrinks what came before. While one
-warpgroup is at its softmax, the matrix unit works for the other, and for its own product of the block before.
+needs any more; with them go the running maximum and the factor by which it shrinks what came before. While
+one warpgroup is at its softmax, the matrix unit works for the other, and for its own product of the block
+before.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -40,8 +40,8 @@ _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is static. `blocks`: of a share; `scale`: of scores; `ahead`: blocks that the L2 cache is asked for
-    before they are gathered, 0 for none; `overlap`: softmax beside the product of the block before."""
+    """What is static. `blocks`: of a share; `scale`: of scores; `ahead`: blocks that the L2 cache is asked
+    for before they are gathered, 0 for none; `overlap`: softmax beside the product of the block before."""
 
     blocks: int
     scale: float
@@ -69,7 +69,9 @@ class Shared:
     totals_full: Ref  # by warpgroup
 
 
-def run(program: Program, q_g, cache_g, index_g, out_g, lse_g, *, free_left, free_right, **scratch: Ref) -> None:
+def run(
+    program: Program, q_g, cache_g, index_g, out_g, lse_g, *, free_left, free_right, **scratch: Ref
+) -> None:
     """The names with _g are in device memory: q [T, N, 576], cache [rows, 576], index [T, J], out
     [T, X, N, 512], lse [T, X, N], of X shares."""
     shared = Shared(free=(free_left, free_right), **scratch)
@@ -92,7 +94,15 @@ def run(program: Program, q_g, cache_g, index_g, out_g, lse_g, *, free_left, fre
         @pl.when(warpgroup == one)
         def _(one=one):
             plgpu.set_max_registers(216, action="increase")
-            _attend(program, shared, one, index_of, heads, out_g.at[token, share, own], lse_g.at[token, share, own])
+            _attend(
+                program,
+                shared,
+                one,
+                index_of,
+                heads,
+                out_g.at[token, share, own],
+                lse_g.at[token, share, own],
+            )
 
 
 def _gather(program: Program, shared: Shared, q_g, cache_g, index_of) -> None:
@@ -180,7 +190,9 @@ def _own_block(program: Program, shared: Shared, me: int, index_of, block, state
     elif not program.overlap or program.rows is PLAIN:
         raw = _scoped(scores, (HEADS, KEYS))
         plgpu.barrier_wait(shared.weights_full.at[other])
-        last, top = (plgpu.load(x.at[other], layout=_PER_HEAD, optimized=False) for x in (shared.shrink, shared.top))
+        last, top = (
+            plgpu.load(x.at[other], layout=_PER_HEAD, optimized=False) for x in (shared.shrink, shared.top)
+        )
         shrink, total = softmax(raw, total * last, top)
         acc = _product(program, shared, me, other, acc * _along(last, HALF))
     else:
@@ -197,7 +209,10 @@ def _overlapped(shared: Shared, me: int, other, acc, total, scores, softmax):
         def with_scores(scores_ref) -> None:
             scores(scores_ref)
             plgpu.barrier_wait(shared.weights_full.at[other])
-            last, top = (plgpu.load(x.at[other], layout=_PER_HEAD, optimized=False) for x in (shared.shrink, shared.top))
+            last, top = (
+                plgpu.load(x.at[other], layout=_PER_HEAD, optimized=False)
+                for x in (shared.shrink, shared.top)
+            )
             acc_ref[...] = plgpu.wgmma_accumulator_load(acc_ref, wait_n=None) * _along(last, HALF)
             plgpu.wgmma(acc_ref, shared.rope.at[other], shared.latent.at[other, me])
             raw = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
@@ -222,14 +237,15 @@ def _last_block(program: Program, shared: Shared, me: int, slot: int, acc, total
 def _product(program: Program, shared: Shared, me: int, slot: int, acc):
     """Adds a block's weights times its values, and gives the slot's half back."""
 
-    weights, values = shared.rope.at[slot], shared.latent.at[slot, me]
+    def multiply(acc_ref) -> None:
+        plgpu.wgmma(acc_ref, shared.rope.at[slot], shared.latent.at[slot, me])
 
     def run(acc_ref) -> None:
-        plgpu.wgmma(acc_ref, weights, values)
+        multiply(acc_ref)
         plgpu.wgmma_wait(0)
 
     if program.rows is PLAIN:  # the interpreter continues no accumulator
-        acc = acc + _scoped(lambda ref: plgpu.wgmma(ref, weights, values), (HEADS, HALF))
+        acc = acc + _scoped(multiply, (HEADS, HALF))
     else:
         acc = pl.run_state(run)(plgpu.ACC.init(acc))
     plgpu.barrier_arrive(shared.free[me].at[slot])

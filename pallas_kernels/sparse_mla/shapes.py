@@ -9,7 +9,7 @@ SCALE = 192**-0.5  # of scores: DeepSeek's heads are 128 + 64 wide
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """`tokens` T queries (of decode rows with their drafts, or of a prompt), `heads` N, `chosen` J rows each."""
+    """`tokens` T queries (decode rows with their drafts, or a prompt), `heads` N, `chosen` J rows each."""
 
     tokens: int
     heads: int
@@ -17,5 +17,7 @@ class Load:
 
 
 LOADS = {
-    f"t{tokens}_n{heads}": Load(tokens, heads) for heads in (128, 64, 16) for tokens in (1, 4, 16, 64, 256, 1024)
+    f"t{tokens}_n{heads}": Load(tokens, heads)
+    for heads in (128, 64, 16)
+    for tokens in (1, 4, 16, 64, 256, 1024)
 }
