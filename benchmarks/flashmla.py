@@ -5,8 +5,8 @@ The library is the one file that the vLLM 0.26.0 wheel ships (for torch 2.11.0+c
     pip download --no-deps vllm==0.26.0 && unzip -j vllm-0.26.0-*.whl vllm/_flashmla_C.abi3.so
     python benchmarks/flashmla.py _flashmla_C.abi3.so 64x128 256x64
 
-Prints a line a shape: tokens, heads, us with a bfloat16 cache, us with the fp8 cache (656 bytes a row). Median
-device time of calls in a CUDA graph, top-k 2048, indices as benchmarks/sparse_mla.py draws them.
+Prints a line a shape: tokens, heads, us with a bfloat16 cache, us with the fp8 cache (656 bytes a row).
+Median device time of calls in a CUDA graph, top-k 2048, indices as benchmarks/sparse_mla.py draws them.
 """
 
 import sys

@@ -63,7 +63,7 @@ def sparse_mla(
     padding = splits * share * KEYS - indices.shape[1]
     indices = jnp.pad(indices.astype(jnp.int32), ((0, 0), (0, padding)), constant_values=-1)
     program = seesaw.Program(share, scale, gather, tuning.ahead, tuning.overlap)
-    operands = (q, cache.reshape(-1, WIDTH), indices)
+    operands = (q, gather.prepare(cache.reshape(-1, WIDTH), indices), indices)
     out, lse = _vary_like(operands, _kernel(program, t, splits, n)(*operands))
     return (out[:, 0], lse[:, 0]) if splits == 1 else _join(out, lse)
 
@@ -81,7 +81,6 @@ def _kernel(program: seesaw.Program, tokens: int, splits: int, heads: int) -> Ca
         "queries_rope": tiled((HEADS, ROPE)),
         "latent": tiled((SLOTS, 2, KEYS, HALF)),
         "rope": tiled((SLOTS, KEYS, ROPE)),
-        "shrink": plgpu.SMEM((SLOTS, HEADS), jnp.float32),
         "top": plgpu.SMEM((SLOTS, HEADS), jnp.float32),
         "total": plgpu.SMEM((3, HEADS), jnp.float32),
         "arrived": program.rows.barriers(2 * SLOTS),

@@ -1,11 +1,11 @@
 """Rows of a cache, gathered by index into swizzled shared memory, on Hopper.
 
-Pallas has no gather there (TMA's is Blackwell's), so a warpgroup sends 16 bytes a thread by cp.async, and sees
-to the 128-byte swizzle that wgmma reads. Arrivals are asynchronous: cp.async counts a barrier of its own
+Pallas has no gather there (TMA's is Blackwell's), so a warpgroup sends 16 bytes a thread by cp.async, and
+sees to the 128-byte swizzle that wgmma reads. Arrivals are asynchronous: cp.async counts a barrier of its own
 down when the rows are there, and the warpgroup that sends never waits for them. Such a barrier lies in plain
 shared memory, because inline code takes no barrier of Pallas.
 
-`PLAIN` does the same with what the GPU interpreter knows: row by row, and Pallas' barriers.
+`PLAIN` stands in where the GPU interpreter runs the kernel, which knows no inline code.
 """
 
 import dataclasses
@@ -22,6 +22,9 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 Ref = Any  # what Pallas passes to a kernel; its own annotations do not fit one another
 
+Keys = tuple[Any, Any, int]  # token, the first of its indices, their number
+Part = tuple[Ref, int]  # tiled shared memory [keys, columns], the first of its columns in a row
+
 TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 TILE = 64  # columns of bfloat16 that a swizzled line has
 UNIT = 8  # of bfloat16 that a thread sends at once
@@ -35,6 +38,10 @@ _PLAIN, _TILED = plgpu.RefType(), plgpu.RefType(TILES)
 @dataclasses.dataclass(frozen=True)
 class Async:
     """cp.async, for the chip."""
+
+    def prepare(self, cache: jax.Array, indices: jax.Array) -> jax.Array:
+        """The cache [rows, width] as the kernel wants it."""
+        return cache
 
     def barriers(self, count: int) -> Ref:
         """Scratch for `count` barriers."""
@@ -51,6 +58,7 @@ class Async:
                 place = mgpu.utils.getelementptr(base, [i], _i64())
                 nvvm.mbarrier_init(place, _int(THREADS), predicate=first)
             nvvm.fence_mbarrier_init()
+            mgpu.utils.warpgroup_barrier()
 
         run(barriers)
 
@@ -65,12 +73,13 @@ class Async:
 
         run(barriers.at[pl.ds(2 * which, 2)], lax.rem(jnp.int32(turn), jnp.int32(2)))
 
-    def fetch(self, cache_g: Ref, index_g: Ref, parts: list[tuple[Ref, int]], barriers: Ref, which) -> None:
-        """Sends columns of the rows cache_g[index_g]; zeros where an index is negative.
+    def fetch(self, cache_g: Ref, index_g: Ref, keys: Keys, parts: list[Part], barriers: Ref, which) -> None:
+        """Sends columns of the rows that index_g names; zeros where an index is negative.
 
         Args:
           cache_g: [rows, width] bfloat16.
-          index_g: [keys] int32.
+          index_g: [tokens, J] int32.
+          keys: which of the indices.
           parts: tiled shared memory [keys, columns], and the first of its columns in a row.
           barriers: counted down when all is there.
           which: of the barriers.
@@ -106,7 +115,9 @@ class Async:
                         )
             nvvm.cp_async_mbarrier_arrive(mgpu.utils.memref_ptr(barrier), noinc=True)
 
-        run(cache_g, index_g, barriers.at[pl.ds(2 * which, 2)], *(place for place, _ in parts))
+        run(
+            cache_g, index_of(index_g, keys), barriers.at[pl.ds(2 * which, 2)], *(place for place, _ in parts)
+        )
 
     def hidden_zero(self, value: jax.Array) -> jax.Array:
         """0, which no compiler knows, and which varies with a small `value`."""
@@ -121,8 +132,8 @@ class Async:
 
         return run(jnp.int32(value))
 
-    def prefetch(self, cache_g: Ref, index_g: Ref) -> None:
-        """Asks for the rows cache_g[index_g] in the L2 cache: one instruction a row."""
+    def prefetch(self, cache_g: Ref, index_g: Ref, keys: Keys) -> None:
+        """Asks for those rows in the L2 cache: one instruction a row."""
 
         @plgpu.inline_mgpu(arg_types=(_PLAIN, _PLAIN))
         def run(_, cache, index):
@@ -134,12 +145,16 @@ class Async:
                 place = _row(cache, at, width, _int(0))
                 _asm(f"cp.async.bulk.prefetch.L2.global [$0], {2 * width};", "l", place)
 
-        run(cache_g, index_g)
+        run(cache_g, index_of(index_g, keys))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """What `Async` does, for the interpreter."""
+    """What `Async` does, for the interpreter: the rows are gathered beforehand, and a block is one copy."""
+
+    def prepare(self, cache: jax.Array, indices: jax.Array) -> jax.Array:
+        rows = cache[jnp.maximum(indices, 0).reshape(-1)]
+        return jnp.where((indices >= 0).reshape(-1, 1), rows, jnp.zeros_like(rows))
 
     def barriers(self, count: int) -> Ref:
         return plgpu.Barrier(num_barriers=count)
@@ -150,29 +165,28 @@ class Plain:
     def wait(self, barriers: Ref, which: jax.Array, turn: jax.Array) -> None:
         plgpu.barrier_wait(barriers.at[which])
 
-    def fetch(self, cache_g: Ref, index_g: Ref, parts: list[tuple[Ref, int]], barriers: Ref, which) -> None:
-        for place, first in parts:
-            keys, columns = place.shape
-
-            def row(i, carry, place=place, first=first, columns=columns):
-                at = index_g[i]
-                line = cache_g[jnp.maximum(at, 0), pl.ds(first, columns)]
-                place[i] = jnp.where(at >= 0, line, jnp.zeros_like(line))
-                return carry
-
-            lax.fori_loop(0, keys, row, None)
+    def fetch(self, cache_g: Ref, index_g: Ref, keys: Keys, parts: list[Part], barriers: Ref, which) -> None:
+        token, first, count = keys
+        own = pl.ds(token * index_g.shape[1] + first, count)
+        for place, column in parts:
+            place[...] = cache_g[own, pl.ds(column, place.shape[1])]
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers.at[which])
 
     def hidden_zero(self, value: jax.Array) -> jax.Array:
         return jnp.int32(0)
 
-    def prefetch(self, cache_g: Ref, index_g: Ref) -> None:
+    def prefetch(self, cache_g: Ref, index_g: Ref, keys: Keys) -> None:
         pass
 
 
 ASYNC, PLAIN = Async(), Plain()
 Rows = Async | Plain
+
+
+def index_of(index_g: Ref, keys: Keys) -> Ref:
+    token, first, count = keys
+    return index_g.at[token, pl.ds(first, count)]
 
 
 def _thread() -> ir.Value:

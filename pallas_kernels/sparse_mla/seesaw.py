@@ -9,6 +9,7 @@ before.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sparse_mla.rows import PLAIN, Rows
+from pallas_kernels.sparse_mla.rows import PLAIN, Keys, Rows, index_of
 
 Ref = Any  # what Pallas passes to a kernel; its own annotations do not fit one another
 
@@ -58,7 +59,6 @@ class Shared:
     queries_rope: Ref  # [HEADS, ROPE]
     latent: Ref  # [SLOTS, 2, KEYS, HALF]
     rope: Ref  # [SLOTS, KEYS, ROPE]; after the scores the weights [HEADS, KEYS]
-    shrink: Ref  # [SLOTS, HEADS]
     top: Ref  # [SLOTS, HEADS]
     total: Ref  # [3, HEADS]: of each warpgroup; log-sum-exp
     arrived: Ref  # by slot and half
@@ -81,13 +81,13 @@ def run(
     own = pl.ds(group * HEADS, heads)
     first = share * (program.blocks * KEYS)
 
-    def index_of(block) -> Ref:
-        return index_g.at[token, pl.ds(first + block * KEYS, KEYS)]
+    def keys_of(block) -> Keys:
+        return token, first + block * KEYS, KEYS
 
     @pl.when(warpgroup == GATHER)
     def _():
         plgpu.set_max_registers(72, action="decrease")
-        _gather(program, shared, q_g.at[token, own], cache_g, index_of)
+        _gather(program, shared, q_g.at[token, own], cache_g, index_g, keys_of)
 
     for one in range(2):
 
@@ -98,14 +98,14 @@ def run(
                 program,
                 shared,
                 one,
-                index_of,
+                lambda block: index_of(index_g, keys_of(block)),
                 heads,
                 out_g.at[token, share, own],
                 lse_g.at[token, share, own],
             )
 
 
-def _gather(program: Program, shared: Shared, q_g, cache_g, index_of) -> None:
+def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of) -> None:
     """Queries, and all blocks of keys."""
     rows, heads = program.rows, q_g.shape[0]
     rows.start(shared.arrived)
@@ -116,20 +116,20 @@ def _gather(program: Program, shared: Shared, q_g, cache_g, index_of) -> None:
     place = shared.queries_rope.at[pl.ds(0, heads)]
     plgpu.copy_gmem_to_smem(q_g.at[:, pl.ds(VALUE, ROPE)], place, shared.queries_full)
     for block in range(SLOTS, min(SLOTS + program.ahead, program.blocks)):
-        rows.prefetch(cache_g, index_of(block))
+        rows.prefetch(cache_g, index_g, keys_of(block))
 
     def fetch(block, carry):
         slot = lax.rem(block, SLOTS)
         latent, rope = shared.latent.at[slot], shared.rope.at[slot]
         again = block >= SLOTS
         pl.when(again)(lambda: plgpu.barrier_wait(shared.free[0].at[slot]))
-        rows.fetch(cache_g, index_of(block), [(latent.at[0], 0)], shared.arrived, 2 * slot)
+        rows.fetch(cache_g, index_g, keys_of(block), [(latent.at[0], 0)], shared.arrived, 2 * slot)
         pl.when(again)(lambda: plgpu.barrier_wait(shared.free[1].at[slot]))
         right = [(latent.at[1], HALF), (rope, VALUE)]
-        rows.fetch(cache_g, index_of(block), right, shared.arrived, 2 * slot + 1)
+        rows.fetch(cache_g, index_g, keys_of(block), right, shared.arrived, 2 * slot + 1)
         if program.ahead:
             later = block + SLOTS + program.ahead
-            pl.when(later < program.blocks)(lambda: rows.prefetch(cache_g, index_of(later)))
+            pl.when(later < program.blocks)(lambda: rows.prefetch(cache_g, index_g, keys_of(later)))
         return carry
 
     lax.fori_loop(0, program.blocks, fetch, None)
@@ -138,31 +138,38 @@ def _gather(program: Program, shared: Shared, q_g, cache_g, index_of) -> None:
             plgpu.barrier_wait(shared.free[half].at[slot])
 
 
-def _attend(program: Program, shared: Shared, me: int, index_of, heads: int, out_g, lse_g) -> None:
+def _attend(program: Program, shared: Shared, me: int, chosen_of, heads: int, out_g, lse_g) -> None:
     """Warpgroup `me`: its half of the output, and every other block's softmax."""
     blocks = program.blocks
     plgpu.barrier_wait(shared.ready)
     plgpu.barrier_wait(shared.queries_full)
-    state = (_full(0.0, (HEADS, HALF), _WGMMA), _full(0.0, (HEADS,), _PER_HEAD))
+    per_head = functools.partial(_full, shape=(HEADS,), layout=_PER_HEAD)
+    state = (_full(0.0, (HEADS, HALF), _WGMMA), per_head(LOWEST), per_head(0.0))
     if me == 0:
-        state = _own_block(program, shared, me, index_of, 0, state, with_last=False)
+        state = _own_block(program, shared, me, chosen_of, 0, state, with_last=False)
 
     def turn(i, state):
         block = 2 * i + (2 - me)
-        return _own_block(program, shared, me, index_of, block, state, with_last=True)
+        return _own_block(program, shared, me, chosen_of, block, state, with_last=True)
 
-    state = lax.fori_loop(0, (blocks - 1 + me) // 2 if me == 0 else blocks // 2, turn, state)
-    acc, total = state
-    if (blocks - 1) % SLOTS != me:  # the last block was the other's
-        acc, total = _last_block(program, shared, me, (blocks - 1) % SLOTS, acc, total)
-    _finish(shared, me, (blocks - 1) % SLOTS, heads, acc, total, out_g, lse_g)
+    acc, top, total = lax.fori_loop(0, (blocks - 1 + me) // 2, turn, state)
+    if (last := (blocks - 1) % SLOTS) != me:  # the last block was the other's
+        top, shrink = _top_of_last(shared, last, top)
+        acc = _product(program, shared, me, last, acc * _along(shrink, HALF))
+        total = total * shrink
+    _finish(shared, me, heads, acc, top, total, out_g, lse_g)
 
 
-def _own_block(program: Program, shared: Shared, me: int, index_of, block, state, *, with_last: bool):
-    """Scores and softmax of block `block` (slot `me`), products of the block before and of this one."""
+def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, state, *, with_last: bool):
+    """Scores and softmax of block `block` (slot `me`), products of the block before and of this one.
+
+    Slots are values of the loop: were they constants, the compiler would keep the matrix descriptors of all
+    tiles in registers, and there are none left.
+    """
     rows, zero = program.rows, program.rows.hidden_zero(block)
     mine, other = zero + me, zero + (1 - me)
-    acc, total = state
+    acc, top, total = state
+    chosen = plgpu.load(chosen_of(block), layout=_PER_KEY, optimized=False)
     turn = block // SLOTS if isinstance(block, int) else lax.div(block, SLOTS)
 
     def scores(scores_ref) -> None:
@@ -172,69 +179,60 @@ def _own_block(program: Program, shared: Shared, me: int, index_of, block, state
         plgpu.wgmma(scores_ref, shared.queries.at[zero + 1], shared.latent.at[mine, 1].T)
         plgpu.wgmma(scores_ref, shared.queries_rope, shared.rope.at[mine].T)
 
-    def softmax(raw, total, top):
-        chosen = plgpu.load(index_of(block), layout=_PER_KEY, optimized=False)
+    def softmax(raw, top, total):
         raw = jnp.where(_along_heads(chosen) >= 0, raw * (program.scale * LOG2_E), -jnp.inf)
         new_top = jnp.maximum(top, raw.max(axis=1))
-        shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(raw - _along(new_top, KEYS))
-        shared.rope[mine] = weights.astype(jnp.bfloat16)
-        shared.shrink[mine], shared.top[mine] = shrink, new_top
+        shared.rope[mine], shared.top[mine] = weights.astype(jnp.bfloat16), new_top
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.weights_full.at[mine])
-        return shrink, total * shrink + weights.sum(axis=1)
+        shrink = jnp.exp2(top - new_top)
+        return shrink, new_top, total * shrink + weights.sum(axis=1)
 
     if not with_last:
-        raw = _scoped(scores, (HEADS, KEYS))
-        shrink, total = softmax(raw, total, _full(LOWEST, (HEADS,), _PER_HEAD))
+        shrink, top, total = softmax(_scoped(scores, (HEADS, KEYS)), top, total)
     elif not program.overlap or program.rows is PLAIN:
         raw = _scoped(scores, (HEADS, KEYS))
-        plgpu.barrier_wait(shared.weights_full.at[other])
-        last, top = (
-            plgpu.load(x.at[other], layout=_PER_HEAD, optimized=False) for x in (shared.shrink, shared.top)
-        )
-        shrink, total = softmax(raw, total * last, top)
+        top, last = _top_of_last(shared, other, top)
+        shrink, top, total = softmax(raw, top, total * last)
         acc = _product(program, shared, me, other, acc * _along(last, HALF))
     else:
-        acc, shrink, total = _overlapped(shared, me, other, acc, total, scores, softmax)
-    return _product(program, shared, me, mine, acc * _along(shrink, HALF)), total
+        acc, shrink, top, total = _overlapped(shared, me, other, (acc, top, total), scores, softmax)
+    return _product(program, shared, me, mine, acc * _along(shrink, HALF)), top, total
 
 
-def _overlapped(shared: Shared, me: int, other, acc, total, scores, softmax):
+def _overlapped(shared: Shared, me: int, other, state, scores, softmax):
     """Scores of this block; then its softmax while the matrix unit has the block before."""
+    acc, top, total = state
 
     def run(refs) -> None:
-        acc_ref, total_ref, shrink_ref = refs
+        acc_ref, top_ref, total_ref, shrink_ref = refs
 
         def with_scores(scores_ref) -> None:
             scores(scores_ref)
-            plgpu.barrier_wait(shared.weights_full.at[other])
-            last, top = (
-                plgpu.load(x.at[other], layout=_PER_HEAD, optimized=False)
-                for x in (shared.shrink, shared.top)
-            )
+            top, last = _top_of_last(shared, other, top_ref[...])
             acc_ref[...] = plgpu.wgmma_accumulator_load(acc_ref, wait_n=None) * _along(last, HALF)
             plgpu.wgmma(acc_ref, shared.rope.at[other], shared.latent.at[other, me])
             raw = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-            shrink_ref[...], total_ref[...] = softmax(raw, total_ref[...] * last, top)
+            shrink_ref[...], top_ref[...], total_ref[...] = softmax(raw, top, total_ref[...] * last)
 
         pl.run_scoped(with_scores, plgpu.ACC((HEADS, KEYS), jnp.float32))
         plgpu.wgmma_wait(0)
 
-    zero = _full(0.0, (HEADS,), _PER_HEAD)
-    acc, total, shrink = pl.run_state(run)((plgpu.ACC.init(acc), total, zero))
+    unset = _full(0.0, (HEADS,), _PER_HEAD)
+    acc, top, total, shrink = pl.run_state(run)((plgpu.ACC.init(acc), top, total, unset))
     plgpu.barrier_arrive(shared.free[me].at[other])
-    return acc, shrink, total
+    return acc, shrink, top, total
 
 
-def _last_block(program: Program, shared: Shared, me: int, slot: int, acc, total):
-    """The product of the last block, which was the other warpgroup's."""
+def _top_of_last(shared: Shared, slot, top) -> tuple[jax.Array, jax.Array]:
+    """The running maximum after the other warpgroup's block, and by what it shrinks all before it."""
     plgpu.barrier_wait(shared.weights_full.at[slot])
-    last = plgpu.load(shared.shrink.at[slot], layout=_PER_HEAD, optimized=False)
-    return _product(program, shared, me, slot, acc * _along(last, HALF)), total * last
+    new_top = plgpu.load(shared.top.at[slot], layout=_PER_HEAD, optimized=False)
+    return new_top, jnp.exp2(top - new_top)
 
 
-def _product(program: Program, shared: Shared, me: int, slot: int, acc):
+def _product(program: Program, shared: Shared, me: int, slot, acc):
     """Adds a block's weights times its values, and gives the slot's half back."""
 
     def multiply(acc_ref) -> None:
@@ -252,7 +250,7 @@ def _product(program: Program, shared: Shared, me: int, slot: int, acc):
     return acc
 
 
-def _finish(shared: Shared, me: int, slot: int, heads: int, acc, total, out_g, lse_g) -> None:
+def _finish(shared: Shared, me: int, heads: int, acc, top, total, out_g, lse_g) -> None:
     """Divides by the sum of both warpgroups' weights and writes results."""
     shared.total[me] = total
     plgpu.commit_smem()
@@ -262,7 +260,6 @@ def _finish(shared: Shared, me: int, slot: int, heads: int, acc, total, out_g, l
     acc = acc / _along(jnp.where(total == 0.0, 1.0, total), HALF)
     shared.queries[me] = acc.astype(jnp.bfloat16)
     if me == 0:
-        top = plgpu.load(shared.top.at[slot], layout=_PER_HEAD, optimized=False)
         shared.total[2] = jnp.where(total == 0.0, -jnp.inf, top * LN_2 + jnp.log(total))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(shared.queries.at[me, pl.ds(0, heads)], out_g.at[:, pl.ds(me * HALF, HALF)])
