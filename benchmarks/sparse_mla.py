@@ -72,7 +72,9 @@ def error_of(load: Load, tuning: Tuning) -> tuple[float, float]:
     operands = (q, jnp.asarray(cache, jnp.bfloat16), jnp.asarray(indices, jnp.int32))
     run = jax.jit(functools.partial(mosaic_gpu.sparse_mla, scale=SCALE, tuning=tuning))
     results = [run(*operands) for _ in range(5)]
-    want, want_lse = jax.jit(lambda *x: reference.sparse_mla(*x, SCALE, VALUE))(*operands)
+    want, want_lse = jax.jit(lambda *x: reference.sparse_mla(x[0].astype(jnp.float32), *x[1:], SCALE, VALUE))(
+        *operands
+    )
     if not all(bool((a == b).all()) for result in results for a, b in zip(result, results[0], strict=True)):
         return float("nan"), float("nan")
     out, lse = results[0]
