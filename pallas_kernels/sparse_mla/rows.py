@@ -9,16 +9,18 @@ shared memory, because inline code takes no barrier of Pallas.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 Ref = Any  # what Pallas passes to a kernel; its own annotations do not fit one another
 
@@ -132,6 +134,29 @@ class Async:
 
         return run(jnp.int32(value))
 
+    def shrink(self, acc: jax.Array, by: jax.Array) -> jax.Array:
+        """acc [heads, columns] times by [heads], where a warp has a head whose factor is not 1."""
+        acc_layout, by_layout = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+        out = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=acc_layout)
+
+        @plgpu.inline_mgpu(arg_types=(acc_layout, by_layout), return_type=out)
+        def run(_, acc, by):
+            one = arith.constant(ir.F32Type.get(), 1.0)
+            differs = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in _elements(by)]
+            any_here = functools.reduce(arith.ori, differs)
+            votes = nvvm.vote_sync(_int(-1), any_here, nvvm.VoteSyncKind.any, results=[_bool()])
+            types = [x.type for x in acc.registers.flat]
+            branch = scf.IfOp(votes, types, has_else=True)
+            with ir.InsertionPoint(branch.then_block):
+                shrunk = acc * by.broadcast_in_dim(acc.shape, (0,), acc.layout)
+                scf.yield_(list(shrunk.registers.flat))
+            with ir.InsertionPoint(branch.else_block):
+                scf.yield_(list(acc.registers.flat))
+            registers = np.array(list(branch.results), dtype=object).reshape(acc.registers.shape)
+            return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=acc.is_signed)
+
+        return run(acc, by)
+
     def prefetch(self, cache_g: Ref, index_g: Ref, keys: Keys) -> None:
         """Asks for those rows in the L2 cache: one instruction a row."""
 
@@ -176,6 +201,9 @@ class Plain:
     def hidden_zero(self, value: jax.Array) -> jax.Array:
         return jnp.int32(0)
 
+    def shrink(self, acc: jax.Array, by: jax.Array) -> jax.Array:
+        return acc * lax.broadcast_in_dim(by, acc.shape, [0])
+
     def prefetch(self, cache_g: Ref, index_g: Ref, keys: Keys) -> None:
         pass
 
@@ -192,6 +220,22 @@ def index_of(index_g: Ref, keys: Keys) -> Ref:
 def _thread() -> ir.Value:
     """Of the warpgroup."""
     return arith.remui(mgpu.utils.thread_idx(), _int(THREADS))
+
+
+def _elements(array: mgpu.FragmentedArray) -> list[ir.Value]:
+    """A thread's own numbers."""
+    found = []
+    for register in array.registers.flat:
+        if not isinstance(register.type, ir.VectorType):
+            found.append(register)
+            continue
+        size = ir.VectorType(register.type).shape[0]
+        found += [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(size)]
+    return found
+
+
+def _bool() -> ir.Type:
+    return ir.IntegerType.get_signless(1)
 
 
 def _i32() -> ir.Type:

@@ -29,6 +29,7 @@ VALUE = 2 * HALF
 ROPE = 64
 WIDTH = VALUE + ROPE
 SLOTS = 2
+LAG = 8.0
 LOWEST = -1e30  # the running maximum before any key
 LN_2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
@@ -49,6 +50,7 @@ class Program:
     rows: Rows
     ahead: int
     overlap: bool
+    lazy: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +157,7 @@ def _attend(program: Program, shared: Shared, me: int, chosen_of, heads: int, ou
     acc, top, total = lax.fori_loop(0, (blocks - 1 + me) // 2, turn, state)
     if (last := (blocks - 1) % SLOTS) != me:  # the last block was the other's
         top, shrink = _top_of_last(shared, last, top)
-        acc = _product(program, shared, me, last, acc * _along(shrink, HALF))
+        acc = _product(program, shared, me, last, _shrunk(program, acc, shrink))
         total = total * shrink
     _finish(shared, me, heads, acc, top, total, out_g, lse_g)
 
@@ -181,7 +183,9 @@ def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, stat
 
     def softmax(raw, top, total):
         raw = jnp.where(_along_heads(chosen) >= 0, raw * (program.scale * LOG2_E), -jnp.inf)
-        new_top = jnp.maximum(top, raw.max(axis=1))
+        new_top = raw.max(axis=1)
+        # The maximum may lag: weights up to 2 ** LAG lose nothing, and what came before is rarely rescaled.
+        new_top = jnp.where(new_top > top + (LAG if program.lazy else 0.0), new_top, top)
         weights = jnp.exp2(raw - _along(new_top, KEYS))
         shared.rope[mine], shared.top[mine] = weights.astype(jnp.bfloat16), new_top
         plgpu.commit_smem()
@@ -195,13 +199,13 @@ def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, stat
         raw = _scoped(scores, (HEADS, KEYS))
         top, last = _top_of_last(shared, other, top)
         shrink, top, total = softmax(raw, top, total * last)
-        acc = _product(program, shared, me, other, acc * _along(last, HALF))
+        acc = _product(program, shared, me, other, _shrunk(program, acc, last))
     else:
-        acc, shrink, top, total = _overlapped(shared, me, other, (acc, top, total), scores, softmax)
-    return _product(program, shared, me, mine, acc * _along(shrink, HALF)), top, total
+        acc, shrink, top, total = _overlapped(program, shared, me, other, (acc, top, total), scores, softmax)
+    return _product(program, shared, me, mine, _shrunk(program, acc, shrink)), top, total
 
 
-def _overlapped(shared: Shared, me: int, other, state, scores, softmax):
+def _overlapped(program: Program, shared: Shared, me: int, other, state, scores, softmax):
     """Scores of this block; then its softmax while the matrix unit has the block before."""
     acc, top, total = state
 
@@ -211,7 +215,7 @@ def _overlapped(shared: Shared, me: int, other, state, scores, softmax):
         def with_scores(scores_ref) -> None:
             scores(scores_ref)
             top, last = _top_of_last(shared, other, top_ref[...])
-            acc_ref[...] = plgpu.wgmma_accumulator_load(acc_ref, wait_n=None) * _along(last, HALF)
+            acc_ref[...] = _shrunk(program, plgpu.wgmma_accumulator_load(acc_ref, wait_n=None), last)
             plgpu.wgmma(acc_ref, shared.rope.at[other], shared.latent.at[other, me])
             raw = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
             shrink_ref[...], top_ref[...], total_ref[...] = softmax(raw, top, total_ref[...] * last)
@@ -223,6 +227,10 @@ def _overlapped(shared: Shared, me: int, other, state, scores, softmax):
     acc, top, total, shrink = pl.run_state(run)((plgpu.ACC.init(acc), top, total, unset))
     plgpu.barrier_arrive(shared.free[me].at[other])
     return acc, shrink, top, total
+
+
+def _shrunk(program: Program, acc, by):
+    return program.rows.shrink(acc, by) if program.lazy else acc * _along(by, HALF)
 
 
 def _top_of_last(shared: Shared, slot, top) -> tuple[jax.Array, jax.Array]:
