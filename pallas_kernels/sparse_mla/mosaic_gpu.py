@@ -23,13 +23,13 @@ class Tuning:
 
     splits: shares of the keys of a token, each a block of its own; None: as many as fill the chip.
     ahead: blocks of keys asked for in the L2 cache before they are gathered.
-    overlap: softmax of a block beside the product of the block before.
+    between: a block's product between the first and second half of the next one's scores, not before them.
     lazy: results so far are rescaled only when a maximum has grown much.
     """
 
     splits: int | None = None
     ahead: int = 2
-    overlap: bool = True
+    between: bool = False
     lazy: bool = True
 
 
@@ -64,7 +64,7 @@ def sparse_mla(
     splits = -(-blocks // share)
     padding = splits * share * KEYS - indices.shape[1]
     indices = jnp.pad(indices.astype(jnp.int32), ((0, 0), (0, padding)), constant_values=-1)
-    program = seesaw.Program(share, scale, gather, tuning.ahead, tuning.overlap, tuning.lazy)
+    program = seesaw.Program(share, scale, gather, tuning.ahead, tuning.between, tuning.lazy)
     operands = (q, gather.prepare(cache.reshape(-1, WIDTH), indices), indices)
     out, lse = _vary_like(operands, _kernel(program, t, splits, n)(*operands))
     return (out[:, 0], lse[:, 0]) if splits == 1 else _join(out, lse)

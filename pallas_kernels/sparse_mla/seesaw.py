@@ -43,13 +43,13 @@ _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 @dataclasses.dataclass(frozen=True)
 class Program:
     """What is static. `blocks`: of a share; `scale`: of scores; `ahead`: blocks that the L2 cache is asked
-    for before they are gathered, 0 for none; `overlap`: softmax beside the product of the block before."""
+    for before they are gathered, 0 for none; `between`: see _between."""
 
     blocks: int
     scale: float
     rows: Rows
     ahead: int
-    overlap: bool
+    between: bool
     lazy: bool
 
 
@@ -174,59 +174,63 @@ def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, stat
     chosen = plgpu.load(chosen_of(block), layout=_PER_KEY, optimized=False)
     turn = block // SLOTS if isinstance(block, int) else lax.div(block, SLOTS)
 
-    def scores(scores_ref) -> None:
+    def left(scores_ref) -> None:
         rows.wait(shared.arrived, 2 * mine, turn)
         plgpu.wgmma(scores_ref, shared.queries.at[zero], shared.latent.at[mine, 0].T)
+
+    def right(scores_ref) -> None:
         rows.wait(shared.arrived, 2 * mine + 1, turn)
         plgpu.wgmma(scores_ref, shared.queries.at[zero + 1], shared.latent.at[mine, 1].T)
         plgpu.wgmma(scores_ref, shared.queries_rope, shared.rope.at[mine].T)
 
-    def softmax(raw, top, total):
-        raw = jnp.where(_along_heads(chosen) >= 0, raw * (program.scale * LOG2_E), -jnp.inf)
-        new_top = raw.max(axis=1)
-        # The maximum may lag: weights up to 2 ** LAG lose nothing, and what came before is rarely rescaled.
-        new_top = jnp.where(new_top > top + (LAG if program.lazy else 0.0), new_top, top)
-        weights = jnp.exp2(raw - _along(new_top, KEYS))
-        shared.rope[mine], shared.top[mine] = weights.astype(jnp.bfloat16), new_top
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.weights_full.at[mine])
-        shrink = jnp.exp2(top - new_top)
-        return shrink, new_top, total * shrink + weights.sum(axis=1)
+    def both(scores_ref) -> None:
+        left(scores_ref)
+        right(scores_ref)
 
     if not with_last:
-        shrink, top, total = softmax(_scoped(scores, (HEADS, KEYS)), top, total)
-    elif not program.overlap or program.rows is PLAIN:
-        raw = _scoped(scores, (HEADS, KEYS))
-        top, last = _top_of_last(shared, other, top)
-        shrink, top, total = softmax(raw, top, total * last)
-        acc = _product(program, shared, me, other, _shrunk(program, acc, last))
+        raw = _scoped(both, (HEADS, KEYS))
+    elif program.between and program.rows is not PLAIN:
+        acc, top, total, raw = _between(program, shared, me, other, (acc, top, total), left, right)
     else:
-        acc, shrink, top, total = _overlapped(program, shared, me, other, (acc, top, total), scores, softmax)
-    return _product(program, shared, me, mine, _shrunk(program, acc, shrink)), top, total
+        top, last = _top_of_last(shared, other, top)
+        total = total * last
+        acc = _product(program, shared, me, other, _shrunk(program, acc, last))
+        raw = _scoped(both, (HEADS, KEYS))
+    raw = jnp.where(_along_heads(chosen) >= 0, raw * (program.scale * LOG2_E), -jnp.inf)
+    new_top = raw.max(axis=1)
+    # The maximum may lag: weights up to 2 ** LAG lose nothing, and what came before is rarely rescaled.
+    new_top = jnp.where(new_top > top + (LAG if program.lazy else 0.0), new_top, top)
+    weights = jnp.exp2(raw - _along(new_top, KEYS))
+    shared.rope[mine], shared.top[mine] = weights.astype(jnp.bfloat16), new_top
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(shared.weights_full.at[mine])
+    shrink = jnp.exp2(top - new_top)
+    total = total * shrink + weights.sum(axis=1)
+    return _product(program, shared, me, mine, _shrunk(program, acc, shrink)), new_top, total
 
 
-def _overlapped(program: Program, shared: Shared, me: int, other, state, scores, softmax):
-    """Scores of this block; then its softmax while the matrix unit has the block before."""
+def _between(program: Program, shared: Shared, me: int, other, state, left, right):
+    """The product of the block before, between the scores' first and second half; with the raw scores."""
     acc, top, total = state
 
     def run(refs) -> None:
-        acc_ref, top_ref, total_ref, shrink_ref = refs
+        acc_ref, top_ref, total_ref, raw_ref = refs
 
         def with_scores(scores_ref) -> None:
-            scores(scores_ref)
-            top, last = _top_of_last(shared, other, top_ref[...])
+            left(scores_ref)
+            top_ref[...], last = _top_of_last(shared, other, top_ref[...])
+            total_ref[...] = total_ref[...] * last
             acc_ref[...] = _shrunk(program, plgpu.wgmma_accumulator_load(acc_ref, wait_n=None), last)
             plgpu.wgmma(acc_ref, shared.rope.at[other], shared.latent.at[other, me])
-            raw = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-            shrink_ref[...], top_ref[...], total_ref[...] = softmax(raw, top, total_ref[...] * last)
+            right(scores_ref)
+            plgpu.wgmma_wait(2)  # all but the two products of `right`
+            plgpu.barrier_arrive(shared.free[me].at[other])
+            raw_ref[...] = plgpu.wgmma_accumulator_load(scores_ref, wait_n=0)
 
         pl.run_scoped(with_scores, plgpu.ACC((HEADS, KEYS), jnp.float32))
-        plgpu.wgmma_wait(0)
 
-    unset = _full(0.0, (HEADS,), _PER_HEAD)
-    acc, top, total, shrink = pl.run_state(run)((plgpu.ACC.init(acc), top, total, unset))
-    plgpu.barrier_arrive(shared.free[me].at[other])
-    return acc, shrink, top, total
+    unset = _full(0.0, (HEADS, KEYS), _WGMMA)
+    return pl.run_state(run)((plgpu.ACC.init(acc), top, total, unset))
 
 
 def _shrunk(program: Program, acc, by):
