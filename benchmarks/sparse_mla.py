@@ -13,8 +13,10 @@ have the same inputs: what fits the L2 cache is read from there, as in FlashMLA'
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 import subprocess
@@ -36,7 +38,7 @@ from pallas_kernels.sparse_mla.shapes import LOADS, ROW, SCALE, VALUE, Load
 
 ROWS = 1 << 20  # of the cache
 REPEATS = 7
-PAGE_SIZE = 64
+WINDOW = 65536  # rows that a token's are drawn from
 HEADER = (
     f"{'load':>12} {'tuning':34} {'error':>8} {'lse':>8} {'us':>9} {'kernels us':>10} {'TFLOP/s':>8}"
     f" {'GB/s':>7} {'/FlashMLA':>9}"
@@ -56,6 +58,24 @@ def as_taken(load: Load, tuning: Tuning) -> Tuning:
     )
 
 
+@jax.jit
+def in_fp32(q: jax.Array, cache: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return reference.sparse_mla(q.astype(jnp.float32), cache, indices, SCALE, VALUE)
+
+
+def shapes_of(load: Load, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of queries, cache and indices."""
+    q = jax.ShapeDtypeStruct((load.tokens, load.heads, ROW), jnp.bfloat16)
+    indices = jax.ShapeDtypeStruct((load.tokens, load.chosen), jnp.int32)
+    return q, jax.ShapeDtypeStruct((rows, ROW), jnp.bfloat16), indices
+
+
+@functools.cache
+def compiled_once(load: Load, tuning: Tuning) -> Callable:
+    run = functools.partial(mosaic_gpu.sparse_mla, scale=SCALE, tuning=tuning)
+    return jax.jit(run).lower(*shapes_of(load, 3 * load.chosen)).compile()
+
+
 @functools.cache
 def error_of(load: Load, tuning: Tuning) -> tuple[float, float]:
     """Of the output and of its log-sum-exp; NaN where a token without rows, or a repeat, is not exact."""
@@ -70,11 +90,9 @@ def error_of(load: Load, tuning: Tuning) -> tuple[float, float]:
     cache[np.setdiff1d(np.arange(rows), indices)] = np.nan
     q = jnp.asarray(random.normal(size=(tokens, load.heads, ROW)), jnp.bfloat16)
     operands = (q, jnp.asarray(cache, jnp.bfloat16), jnp.asarray(indices, jnp.int32))
-    run = jax.jit(functools.partial(mosaic_gpu.sparse_mla, scale=SCALE, tuning=tuning))
+    run = compiled_once(load, tuning)
     results = [run(*operands) for _ in range(5)]
-    want, want_lse = jax.jit(lambda *x: reference.sparse_mla(x[0].astype(jnp.float32), *x[1:], SCALE, VALUE))(
-        *operands
-    )
+    want, want_lse = in_fp32(*operands)
     if not all(bool((a == b).all()) for result in results for a, b in zip(result, results[0], strict=True)):
         return float("nan"), float("nan")
     out, lse = results[0]
@@ -87,19 +105,22 @@ def error_of(load: Load, tuning: Tuning) -> tuple[float, float]:
 
 @functools.cache
 def cache() -> jax.Array:
-    return jax.random.normal(jax.random.key(1), (ROWS // PAGE_SIZE, PAGE_SIZE, ROW), jnp.bfloat16)
+    return jax.random.normal(jax.random.key(1), (ROWS, ROW), jnp.bfloat16)
 
 
-def draw(load: Load) -> tuple[jax.Array, jax.Array]:
-    """Queries, and indices: 64 sets of rows in 16 windows of 65536, as FlashMLA's side has them."""
+def draw(load: Load, window: int) -> tuple[jax.Array, jax.Array]:
+    """Queries, and indices: 64 sets of rows, each in one of several windows, as FlashMLA's side has them."""
     random = np.random.default_rng(0)
-    base = [random.permutation(65536)[: load.chosen] + (i % 16) * 65536 for i in range(min(load.tokens, 64))]
+    windows = 16 if window == WINDOW else 1
+    sets = range(min(load.tokens, 64))
+    base = [random.permutation(window)[: load.chosen] + (i % windows) * window for i in sets]
     indices = np.stack([base[i % 64] for i in range(load.tokens)])
     q = jax.random.normal(jax.random.key(2), (load.tokens, load.heads, ROW), jnp.bfloat16)
     return q, jnp.asarray(indices, jnp.int32)
 
 
-def loop(tuning: Tuning, turns: int) -> Callable:
+@functools.cache
+def compiled_loop(load: Load, tuning: Tuning, turns: int) -> Callable:
     """`turns` calls in a row, none of which the compiler may leave out."""
 
     def run(q, cache, indices):
@@ -111,14 +132,19 @@ def loop(tuning: Tuning, turns: int) -> Callable:
         start = (q, jnp.zeros((*q.shape[:2], VALUE), q.dtype), jnp.zeros(q.shape[:2], jnp.float32))
         return jax.lax.fori_loop(0, turns, turn, start)[1:]
 
-    return jax.jit(run)
+    return jax.jit(run).lower(*shapes_of(load, ROWS)).compile()
 
 
-def measure(load: Load, tuning: Tuning) -> tuple[float, float]:
+def turns_of(load: Load) -> int:
+    """Calls that take some 20 ms."""
+    return max(4, min(200, int(20e3 / max(10.0, 1.2 * load.tokens * load.heads / 128))))
+
+
+def measure(load: Load, tuning: Tuning, window: int) -> tuple[float, float]:
     """(wall us, kernel us) of one call."""
-    q, indices = draw(load)
-    turns = max(4, min(200, int(20e3 / max(10.0, 1.2 * load.tokens * load.heads / 128))))
-    run = loop(tuning, turns)
+    q, indices = draw(load, window)
+    turns = turns_of(load)
+    run = compiled_loop(load, tuning, turns)
 
     def call() -> float:
         start = time.perf_counter()
@@ -155,13 +181,27 @@ def flashmla(python: str, library: str, loads: list[Load]) -> dict[tuple[int, in
     return {(int(t), int(n)): [float(x) for x in us] for t, n, *us in lines}
 
 
-def line(name: str, text: str, anchor: float | None, found: dict) -> str:
+def few(load: Load) -> Load:
+    """As many tokens as errors are looked for in."""
+    return dataclasses.replace(load, tokens=min(load.tokens, 8))
+
+
+def compile_all(names: list[str], texts: list[str]) -> None:
+    """All cases side by side; what fails does so again, with its message, when its turn comes."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for name, text in itertools.product(names, texts):
+            load, tuning = LOADS[name], tuning_of(text)
+            pool.submit(compiled_loop, load, tuning, turns_of(load))
+            pool.submit(compiled_once, few(load), as_taken(load, tuning))
+
+
+def line(name: str, text: str, window: int, anchor: float | None, found: dict) -> str:
     load, note = LOADS[name], ""
     error = lse = us = kernels = float("nan")
     try:
         tuning = tuning_of(text)
-        error, lse = error_of(dataclasses.replace(load, tokens=min(load.tokens, 16)), as_taken(load, tuning))
-        us, kernels = measure(load, tuning)
+        error, lse = error_of(few(load), as_taken(load, tuning))
+        us, kernels = measure(load, tuning, window)
     except Exception as problem:  # one variant that does not compile must not hide the others
         note = f"  {type(problem).__name__}: {str(problem)[:150]}"
     flops = 2 * load.tokens * load.heads * load.chosen * (ROW + VALUE)
@@ -185,6 +225,7 @@ def main() -> None:
     )
     parser.add_argument("--loads", default=",".join(LOADS), help=f"of {', '.join(LOADS)}")
     parser.add_argument("--tunings", default="default", help="variants, separated by `;`")
+    parser.add_argument("--window", type=int, default=WINDOW, help="rows that a token's are drawn from")
     parser.add_argument("--seconds", type=float, default=600.0, help="start no case after that")
     parser.add_argument("--flashmla", metavar="FILE", help="the library that vLLM ships")
     parser.add_argument("--flashmla-python", default="python3", help="a Python that has torch")
@@ -202,11 +243,12 @@ def main() -> None:
             )
     print("\n".join(circumstances(jax.devices()[0].device_kind)), HEADER, sep="\n", flush=True)
     found: dict[str, dict] = {}
+    compile_all(names, arguments.tunings.split(";"))
     for name in names:
         anchor = anchors.get((LOADS[name].tokens, LOADS[name].heads), [None])[0]
         for text in arguments.tunings.split(";"):
             if time.monotonic() < end:
-                print(line(name, text, anchor, found), flush=True)
+                print(line(name, text, arguments.window, anchor, found), flush=True)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
 

@@ -10,6 +10,7 @@ shared memory, because inline code takes no barrier of Pallas.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -172,6 +173,17 @@ class Async:
 
         run(cache_g, index_of(index_g, keys))
 
+    def prefetch_whole(self, array_g: Ref) -> None:
+        """Asks for a contiguous piece of device memory in the L2 cache."""
+
+        @plgpu.inline_mgpu(arg_types=(_PLAIN,))
+        def run(_, array):
+            size = 2 * math.prod(ir.MemRefType(array.type).shape)
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, _thread(), _int(0))):
+                _asm(f"cp.async.bulk.prefetch.L2.global [$0], {size};", "l", _global(array))
+
+        run(array_g)
+
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
@@ -205,6 +217,9 @@ class Plain:
         return acc * lax.broadcast_in_dim(by, acc.shape, [0])
 
     def prefetch(self, cache_g: Ref, index_g: Ref, keys: Keys) -> None:
+        pass
+
+    def prefetch_whole(self, array_g: Ref) -> None:
         pass
 
 

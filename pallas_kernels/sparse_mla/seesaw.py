@@ -43,7 +43,8 @@ _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 @dataclasses.dataclass(frozen=True)
 class Program:
     """What is static. `blocks`: of a share; `scale`: of scores; `ahead`: blocks that the L2 cache is asked
-    for before they are gathered, 0 for none; `between`: see _between."""
+    for before they are gathered, 0 for none; `between`: see _between;
+    `stride`: tokens from this one to the one that is likely to come next on this multiprocessor, 0: none."""
 
     blocks: int
     scale: float
@@ -51,6 +52,7 @@ class Program:
     ahead: int
     between: bool
     lazy: bool
+    stride: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,12 @@ def run(
     def _():
         plgpu.set_max_registers(72, action="decrease")
         _gather(program, shared, q_g.at[token, own], cache_g, index_g, keys_of)
+        if program.stride:
+            later = token + program.stride
+            pl.when(later < q_g.shape[0])(
+                lambda: _prepare(program, q_g.at[later, own], cache_g, index_g, later, first)
+            )
+        _drain(program, shared)
 
     for one in range(2):
 
@@ -135,6 +143,16 @@ def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of) ->
         return carry
 
     lax.fori_loop(0, program.blocks, fetch, None)
+
+
+def _prepare(program: Program, q_g, cache_g, index_g, token, first) -> None:
+    """Asks the L2 cache for what another block of threads will begin with."""
+    for block in range(min(SLOTS, program.blocks)):
+        program.rows.prefetch(cache_g, index_g, (token, first + block * KEYS, KEYS))
+    program.rows.prefetch_whole(q_g)
+
+
+def _drain(program: Program, shared: Shared) -> None:
     for slot in range(min(SLOTS, program.blocks)):  # nobody leaves before all have read
         for half in range(2):
             plgpu.barrier_wait(shared.free[half].at[slot])
@@ -277,7 +295,7 @@ def _finish(shared: Shared, me: int, heads: int, acc, top, total, out_g, lse_g) 
     plgpu.copy_smem_to_gmem(shared.queries.at[me, pl.ds(0, heads)], out_g.at[:, pl.ds(me * HALF, HALF)])
     if me == 0:
         plgpu.copy_smem_to_gmem(shared.total.at[2, pl.ds(0, heads)], lse_g)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _scoped(run, shape: tuple[int, int]) -> jax.Array:
