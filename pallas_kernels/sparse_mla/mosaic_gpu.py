@@ -113,7 +113,9 @@ def _kernel(program: seesaw.Program, tokens: int, splits: int, heads: int) -> Ca
         thread_name="warpgroup",
         kernel_name="sparse_mla",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,  # the program says where its threads wait for one another
         ),
     )
 

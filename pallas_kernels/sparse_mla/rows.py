@@ -122,6 +122,10 @@ class Async:
             cache_g, index_of(index_g, keys), barriers.at[pl.ds(2 * which, 2)], *(place for place, _ in parts)
         )
 
+    def sync(self) -> None:
+        """Until all threads of the warpgroup are here."""
+        plgpu.inline_mgpu()(lambda _: mgpu.utils.warpgroup_barrier())()
+
     def hidden_zero(self, value: jax.Array) -> jax.Array:
         """0, which no compiler knows, and which varies with a small `value`."""
 
@@ -209,6 +213,9 @@ class Plain:
             place[...] = cache_g[own, pl.ds(column, place.shape[1])]
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers.at[which])
+
+    def sync(self) -> None:
+        pass
 
     def hidden_zero(self, value: jax.Array) -> jax.Array:
         return jnp.int32(0)

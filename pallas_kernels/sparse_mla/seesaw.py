@@ -207,18 +207,19 @@ def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, stat
 
     if not with_last:
         raw = _scoped(both, (HEADS, KEYS))
-    elif program.between and program.rows is not PLAIN:
-        acc, top, total, raw = _between(program, shared, me, other, (acc, top, total), left, right)
-    else:
+    elif program.rows is PLAIN:
         top, last = _top_of_last(shared, other, top)
         total = total * last
         acc = _product(program, shared, me, other, _shrunk(program, acc, last))
         raw = _scoped(both, (HEADS, KEYS))
+    else:
+        acc, top, total, raw = _after_last(program, shared, me, other, (acc, top, total), left, right)
     raw = jnp.where(_along_heads(chosen) >= 0, raw * (program.scale * LOG2_E), -jnp.inf)
     new_top = raw.max(axis=1)
     # The maximum may lag: weights up to 2 ** LAG lose nothing, and what came before is rarely rescaled.
     new_top = jnp.where(new_top > top + (LAG if program.lazy else 0.0), new_top, top)
     weights = jnp.exp2(raw - _along(new_top, KEYS))
+    rows.sync()  # all four warps have read the rope columns, over which the weights go
     shared.rope[mine], shared.top[mine] = weights.astype(jnp.bfloat16), new_top
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.weights_full.at[mine])
@@ -227,22 +228,29 @@ def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, stat
     return _product(program, shared, me, mine, _shrunk(program, acc, shrink)), new_top, total
 
 
-def _between(program: Program, shared: Shared, me: int, other, state, left, right):
-    """The product of the block before, between the scores' first and second half; with the raw scores."""
+def _after_last(program: Program, shared: Shared, me: int, other, state, left, right):
+    """The product of the block before and the scores of this one, one behind the other on the matrix unit."""
     acc, top, total = state
 
     def run(refs) -> None:
         acc_ref, top_ref, total_ref, raw_ref = refs
 
-        def with_scores(scores_ref) -> None:
-            left(scores_ref)
+        def product() -> None:
             top_ref[...], last = _top_of_last(shared, other, top_ref[...])
             total_ref[...] = total_ref[...] * last
             acc_ref[...] = _shrunk(program, plgpu.wgmma_accumulator_load(acc_ref, wait_n=None), last)
             plgpu.wgmma(acc_ref, shared.rope.at[other], shared.latent.at[other, me])
+
+        def with_scores(scores_ref) -> None:
+            for part in (left, product) if program.between else (product, left):
+                part(scores_ref) if part is left else part()
+            if not program.between:
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(shared.free[me].at[other])
             right(scores_ref)
-            plgpu.wgmma_wait(2)  # all but the two products of `right`
-            plgpu.barrier_arrive(shared.free[me].at[other])
+            if program.between:
+                plgpu.wgmma_wait(2)  # all but the two products of `right`
+                plgpu.barrier_arrive(shared.free[me].at[other])
             raw_ref[...] = plgpu.wgmma_accumulator_load(scores_ref, wait_n=0)
 
         pl.run_scoped(with_scores, plgpu.ACC((HEADS, KEYS), jnp.float32))
