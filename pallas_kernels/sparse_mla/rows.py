@@ -11,6 +11,7 @@ shared memory, because inline code takes no barrier of Pallas.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ class Async:
     def start(self, barriers: Ref) -> None:
         """Makes the barriers. One warpgroup calls it, and tells the others by a barrier of Pallas."""
 
-        @plgpu.inline_mgpu(arg_types=(_PLAIN,))
+        @_inline(arg_types=(_PLAIN,))
         def run(_, barriers):
             first = arith.cmpi(arith.CmpIPredicate.eq, _thread(), _int(0))
             base = mgpu.utils.memref_ptr(barriers)
@@ -65,10 +66,10 @@ class Async:
 
         run(barriers)
 
-    def wait(self, barriers: Ref, which: jax.Array, turn: jax.Array) -> None:
+    def wait(self, barriers: Ref, which: jax.Array, turn: jax.Array | int) -> None:
         """Until barrier `which` has completed round `turn` (0, 1, ...); then wgmma may read the rows."""
 
-        @plgpu.inline_mgpu(arg_types=(_PLAIN, _SCALAR))
+        @_inline(arg_types=(_PLAIN, _SCALAR))
         def run(_, barrier, parity):
             place = mgpu.utils.memref_ptr(barrier)
             nvvm.mbarrier_try_wait_parity(place, parity.registers.item(), _int(_SPINS))
@@ -89,7 +90,7 @@ class Async:
         """
         first_columns = [first for _, first in parts]
 
-        @plgpu.inline_mgpu(arg_types=(_PLAIN, _PLAIN, _PLAIN, *(_TILED for _ in parts)))
+        @_inline(arg_types=(_PLAIN, _PLAIN, _PLAIN, *(_TILED for _ in parts)))
         def run(_, cache, index, barrier, *places):
             width = ir.MemRefType(cache.type).shape[1]
             keys = ir.MemRefType(index.type).shape[0]
@@ -124,14 +125,14 @@ class Async:
 
     def sync(self) -> None:
         """Until all threads of the warpgroup are here."""
-        plgpu.inline_mgpu()(lambda _: mgpu.utils.warpgroup_barrier())()
+        _inline()(lambda _: mgpu.utils.warpgroup_barrier())()
 
     def hidden_zero(self, value: jax.Array) -> jax.Array:
         """0, which no compiler knows, and which varies with a small `value`."""
 
         scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 
-        @plgpu.inline_mgpu(arg_types=(_SCALAR,), return_type=scalar)
+        @_inline(arg_types=(_SCALAR,), return_type=scalar)
         def run(_, value):
             text = "{ .reg .u32 a; mov.u32 a, %dynamic_smem_size; add.u32 a, a, $1; shr.u32 $0, a, 24; }"
             zero = llvm.inline_asm(_i32(), [value.registers.item()], text, "=r,r", has_side_effects=True)
@@ -144,14 +145,15 @@ class Async:
         acc_layout, by_layout = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
         out = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=acc_layout)
 
-        @plgpu.inline_mgpu(arg_types=(acc_layout, by_layout), return_type=out)
+        @_inline(arg_types=(acc_layout, by_layout), return_type=out)
         def run(_, acc, by):
             one = arith.constant(ir.F32Type.get(), 1.0)
             differs = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in _elements(by)]
             any_here = functools.reduce(arith.ori, differs)
             votes = nvvm.vote_sync(_int(-1), any_here, nvvm.VoteSyncKind.any, results=[_bool()])
             types = [x.type for x in acc.registers.flat]
-            branch = scf.IfOp(votes, types, has_else=True)
+            branch = scf.IfOp(votes, types, has_else=True)  # pyright: ignore[reportCallIssue]
+            assert branch.then_block is not None and branch.else_block is not None
             with ir.InsertionPoint(branch.then_block):
                 shrunk = acc * by.broadcast_in_dim(acc.shape, (0,), acc.layout)
                 scf.yield_(list(shrunk.registers.flat))
@@ -165,7 +167,7 @@ class Async:
     def prefetch(self, cache_g: Ref, index_g: Ref, keys: Keys) -> None:
         """Asks for those rows in the L2 cache: one instruction a row."""
 
-        @plgpu.inline_mgpu(arg_types=(_PLAIN, _PLAIN))
+        @_inline(arg_types=(_PLAIN, _PLAIN))
         def run(_, cache, index):
             width = ir.MemRefType(cache.type).shape[1]
             keys = ir.MemRefType(index.type).shape[0]
@@ -180,7 +182,7 @@ class Async:
     def prefetch_whole(self, array_g: Ref) -> None:
         """Asks for a contiguous piece of device memory in the L2 cache."""
 
-        @plgpu.inline_mgpu(arg_types=(_PLAIN,))
+        @_inline(arg_types=(_PLAIN,))
         def run(_, array):
             size = 2 * math.prod(ir.MemRefType(array.type).shape)
             with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, _thread(), _int(0))):
@@ -203,7 +205,7 @@ class Plain:
     def start(self, barriers: Ref) -> None:
         pass
 
-    def wait(self, barriers: Ref, which: jax.Array, turn: jax.Array) -> None:
+    def wait(self, barriers: Ref, which: jax.Array, turn: jax.Array | int) -> None:
         plgpu.barrier_wait(barriers.at[which])
 
     def fetch(self, cache_g: Ref, index_g: Ref, keys: Keys, parts: list[Part], barriers: Ref, which) -> None:
@@ -232,6 +234,11 @@ class Plain:
 
 ASYNC, PLAIN = Async(), Plain()
 Rows = Async | Plain
+
+
+def _inline(**types: Any) -> Callable[[Callable[..., object]], Callable[..., Any]]:
+    """plgpu.inline_mgpu, whose own annotations lose the arguments."""
+    return plgpu.inline_mgpu(**types)
 
 
 def index_of(index_g: Ref, keys: Keys) -> Ref:

@@ -242,9 +242,12 @@ def _after_last(program: Program, shared: Shared, me: int, other, state, left, r
             plgpu.wgmma(acc_ref, shared.rope.at[other], shared.latent.at[other, me])
 
         def with_scores(scores_ref) -> None:
-            for part in (left, product) if program.between else (product, left):
-                part(scores_ref) if part is left else part()
-            if not program.between:
+            if program.between:
+                left(scores_ref)
+                product()
+            else:
+                product()
+                left(scores_ref)
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(shared.free[me].at[other])
             right(scores_ref)
@@ -253,10 +256,10 @@ def _after_last(program: Program, shared: Shared, me: int, other, state, left, r
                 plgpu.barrier_arrive(shared.free[me].at[other])
             raw_ref[...] = plgpu.wgmma_accumulator_load(scores_ref, wait_n=0)
 
-        pl.run_scoped(with_scores, plgpu.ACC((HEADS, KEYS), jnp.float32))
+        pl.run_scoped(with_scores, plgpu.WGMMAAccumulatorRef((HEADS, KEYS), jnp.float32))
 
     unset = _full(0.0, (HEADS, KEYS), _WGMMA)
-    return pl.run_state(run)((plgpu.ACC.init(acc), top, total, unset))
+    return pl.run_state(run)((plgpu.WGMMAAccumulatorRef.init(acc), top, total, unset))
 
 
 def _shrunk(program: Program, acc, by):
@@ -283,7 +286,7 @@ def _product(program: Program, shared: Shared, me: int, slot, acc):
     if program.rows is PLAIN:  # the interpreter continues no accumulator
         acc = acc + _scoped(multiply, (HEADS, HALF))
     else:
-        acc = pl.run_state(run)(plgpu.ACC.init(acc))
+        acc = pl.run_state(run)(plgpu.WGMMAAccumulatorRef.init(acc))
     plgpu.barrier_arrive(shared.free[me].at[slot])
     return acc
 
@@ -311,7 +314,7 @@ def _scoped(run, shape: tuple[int, int]) -> jax.Array:
         run(ref)
         return ref[...]
 
-    return pl.run_scoped(whole, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(whole, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def _full(value: float, shape: tuple[int, ...], layout) -> jax.Array:
