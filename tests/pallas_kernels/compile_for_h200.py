@@ -23,6 +23,8 @@ from pallas_kernels.decode_attention import decode_attention  # noqa: E402
 from pallas_kernels.few_rows import norm_qkv_rope, norm_swiglu, project_add, shapes  # noqa: E402
 from pallas_kernels.paged_attention import paged_attention  # noqa: E402
 from pallas_kernels.paged_attention.shapes import MODELS, PAGE_SIZE, Load  # noqa: E402
+from pallas_kernels.sparse_mla import shapes as latent_shapes  # noqa: E402
+from pallas_kernels.sparse_mla import sparse_mla  # noqa: E402
 
 CASES = (
     ("smollm2_135m", Load(batch=64, queries=1, live=160, table=1024)),
@@ -35,6 +37,8 @@ CASES = (
 
 # (model, rows, tokens a sequence)
 LAYERS = (("smollm2_135m", 2, 1), ("smollm2_135m", 64, 4), ("mimo_1.4b_bench", 8, 2), ("mimo_7b", 2, 1))
+
+LATENT = ("t64_n128", "t1_n128", "t16_n16")
 
 Spec = Callable[..., jax.ShapeDtypeStruct]
 
@@ -91,6 +95,17 @@ def layer(spec: Spec, name: str, rows: int, tokens: int) -> None:
     )
 
 
+def latent(spec: Spec, name: str) -> None:
+    load = latent_shapes.LOADS[name]
+    compile_one(
+        f"sparse_mla {name}",
+        functools.partial(sparse_mla, scale=latent_shapes.SCALE, implementation="mosaic_gpu"),
+        spec(load.tokens, load.heads, latent_shapes.ROW),
+        spec(1024, 64, latent_shapes.ROW),
+        spec(load.tokens, load.chosen, dtype=jnp.int32),
+    )
+
+
 def main() -> None:
     target = (Path(__file__).parent / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
@@ -104,6 +119,8 @@ def main() -> None:
         attention(spec, *case)
     for case in LAYERS:
         layer(spec, *case)
+    for name in LATENT:
+        latent(spec, name)
 
 
 if __name__ == "__main__":
