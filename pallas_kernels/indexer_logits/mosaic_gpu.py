@@ -39,11 +39,12 @@ _PER_KEY = plgpu.Layout.WGMMA.reduce(1)
 class Tuning:
     """How the work is cut; None: chosen from the shapes.
 
-    A block has `consumers` warpgroups that compute and `stages` tiles of keys in flight (a multiple of
+    Of the `blocks` each has `consumers` warpgroups that compute and `stages` tiles of keys in flight (a multiple of
     `consumers`).
     """
 
     consumers: int = 2
+    blocks: int = NUM_SMS
     stages: int | None = None
     absolute: bool = True  # relu as (s + |s|) / 2
 
@@ -115,8 +116,8 @@ def indexer_logits(
         keys,
         table.astype(jnp.int32),
         limits,
-        *_cut(live, NUM_SMS),
-        *_cut(tiles - live, NUM_SMS),
+        *_cut(live, tuning.blocks),
+        *_cut(tiles - live, tuning.blocks),
     )
     operands += () if scales is None else (scales,)
     out_type = jax.ShapeDtypeStruct((rows, tokens, tiles * TILE_KEYS), jnp.float32)
@@ -168,7 +169,7 @@ def _kernel(
         functools.partial(_score, tuning),
         out_type=out_type,
         scratch_types=scratch,
-        grid=(NUM_SMS,),
+        grid=(tuning.blocks,),
         grid_names=("block",),
         num_threads=tuning.consumers + 1,
         thread_name="warpgroup",
