@@ -10,7 +10,7 @@ positions of nobody poisoned with NaN or inf, results written over NaN, repeats 
 against the fp32 reference (‖out - ref‖ / ‖ref‖ over seen positions of some rows, -inf elsewhere), indices
 against the exact set, with and without ties. Then all rows have `live` positions and the time is that of all
 kernels of a call by the profiler: launches and gaps left out, inputs rotating through more than the L2 cache.
-`floor us` is what must be read and written, once, at --bandwidth, or the product at --tflops if that is longer.
+`floor us` is what must be read and written, once, at --bandwidth, or, if longer, the product at --tflops.
 """
 
 import argparse

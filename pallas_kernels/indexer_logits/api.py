@@ -1,4 +1,4 @@
-"""Scores of an indexer (DeepSeek's lightning indexer) over a paged cache: the contract, and who carries it out."""
+"""Scores of a lightning indexer over a paged cache: the contract, and who carries it out."""
 
 from typing import Literal
 

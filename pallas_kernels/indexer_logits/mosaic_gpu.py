@@ -39,8 +39,8 @@ _PER_KEY = plgpu.Layout.WGMMA.reduce(1)
 class Tuning:
     """How the work is cut; None: chosen from the shapes.
 
-    Of the `blocks` each has `consumers` warpgroups that compute and `stages` tiles of keys in flight (a multiple of
-    `consumers`).
+    Of the `blocks` each has `consumers` warpgroups that compute, and `stages` tiles of keys in flight, a
+    multiple of `consumers`.
     """
 
     consumers: int = 2
@@ -67,7 +67,10 @@ class _Shared:
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """A block's part of a list of tiles: tiles first to end, in rows row to last_row; row r's begin at starts[r]."""
+    """A block's part of a list of tiles: `first` to `end`, of rows `row` to `end_row`.
+
+    Those of row r begin at starts[r].
+    """
 
     first: jax.Array
     end: jax.Array
@@ -208,7 +211,7 @@ def _feed(shared: _Shared, share: _Share, q_g, weights_g, caches_g: tuple[Ref, .
     num_pages, page = caches_g[0].shape[:2]
     pages = TILE_KEYS // page
 
-    def row(r: jax.Array, _: None) -> None:
+    def row(r: jax.Array) -> None:
         ring = lax.rem(r - share.row, jnp.int32(rings))
         pl.when(r - share.row >= rings)(lambda: plgpu.barrier_wait(shared.queries_free.at[ring]))
         plgpu.copy_gmem_to_smem(q_g.at[r], shared.queries.at[ring], shared.queries_full.at[ring])
@@ -225,7 +228,8 @@ def _feed(shared: _Shared, share: _Share, q_g, weights_g, caches_g: tuple[Ref, .
                 for i in range(pages)
             )
 
-        def step(tile: jax.Array, own: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def step(i: jax.Array, own: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            tile = first + i
             ahead = pages_of(tile + 1)  # a trip to memory, made while this tile's place gets free
             stage = lax.rem(tile - share.first, jnp.int32(stages))
             pl.when(tile - share.first >= stages)(lambda: plgpu.barrier_wait(shared.keys_free.at[stage]))
@@ -235,9 +239,9 @@ def _feed(shared: _Shared, share: _Share, q_g, weights_g, caches_g: tuple[Ref, .
                     plgpu.copy_gmem_to_smem(cache_g.at[one], place, shared.keys_full.at[stage])
             return ahead
 
-        lax.fori_loop(first, end, step, pages_of(first))
+        lax.fori_loop(0, end - first, step, pages_of(first))
 
-    lax.fori_loop(share.row, share.end_row, row, None)
+    _each(share.row, share.end_row, row)
 
 
 def _drain(shared: _Shared, share: _Share) -> None:
@@ -247,20 +251,24 @@ def _drain(shared: _Shared, share: _Share) -> None:
         (shared.queries_free, share.row, share.end_row),
     ):
         count = free.shape[0]
-        rest = jnp.minimum(end - begin, count)
-        lax.fori_loop(
-            end - begin - rest,
-            end - begin,
-            lambda i, _, free=free, count=count: plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(count))]),
-            None,
+        most = end - begin
+        _each(
+            jnp.maximum(most - count, 0),
+            most,
+            lambda i, free=free, count=count: plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(count))]),
         )
+
+
+def _each(begin: jax.Array | int, end: jax.Array, body: Callable[[jax.Array], None]) -> None:
+    """body(i) for begin <= i < end, counted from 0: a start that varies over a mesh axis does not trace."""
+    lax.fori_loop(0, end - begin, lambda i, _: body(begin + i), None)
 
 
 def _fill(shared: _Shared, share: _Share, live_starts_g, out_g) -> None:
     """Writes -inf to the share's dead tiles."""
     size = shared.nothing.shape[0]
 
-    def row(r: jax.Array, _: None) -> None:
+    def row(r: jax.Array) -> None:
         first, end = share.of(r)
         shift = live_starts_g[r + 1] - live_starts_g[r] - share.starts[r]
         wide = lax.div(end - first, jnp.int32(FILL_TILES))
@@ -270,14 +278,14 @@ def _fill(shared: _Shared, share: _Share, live_starts_g, out_g) -> None:
                 target = out_g.at[r, token, pl.ds((at + shift) * TILE_KEYS, width)]
                 plgpu.copy_smem_to_gmem(shared.nothing.at[pl.ds(0, width)], target)
 
-        lax.fori_loop(0, wide, lambda i, _: write(first + i * FILL_TILES, size), None)
-        lax.fori_loop(first + wide * FILL_TILES, end, lambda i, _: write(i, TILE_KEYS), None)
+        _each(0, wide, lambda i: write(first + i * FILL_TILES, size))
+        _each(first + wide * FILL_TILES, end, lambda i: write(i, TILE_KEYS))
 
     @pl.when(share.end > share.first)
     def _() -> None:
         shared.nothing[...] = jnp.full((size,), -jnp.inf, jnp.float32)
         plgpu.commit_smem()
-        lax.fori_loop(share.row, share.end_row, row, None)
+        _each(share.row, share.end_row, row)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -288,7 +296,7 @@ def _consume(tuning: Tuning, shared: _Shared, share: _Share, warpgroup: jax.Arra
     heads = shared.queries.shape[1] // tokens
     key = plgpu.broadcasted_iota(jnp.int32, (TILE_KEYS,), 0, layout=_PER_KEY)
 
-    def row(r: jax.Array, _: None) -> None:
+    def row(r: jax.Array) -> None:
         ring = lax.rem(r - share.row, jnp.int32(rings))
         first, end = share.of(r)
         own = first - share.first
@@ -324,7 +332,7 @@ def _consume(tuning: Tuning, shared: _Shared, share: _Share, warpgroup: jax.Arra
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(shared.queries_free.at[ring])
 
-    lax.fori_loop(share.row, share.end_row, row, None)
+    _each(share.row, share.end_row, row)
     plgpu.wait_smem_to_gmem(0)
 
 

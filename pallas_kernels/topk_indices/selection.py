@@ -1,10 +1,12 @@
 """Radix selection of a row's best scores, as one program for all threads of the blocks that share the row.
 
-Scores become 32-bit keys of the same order. Three histograms, of bits 31-21, 20-10 and 9-0, each over the keys
-that agree with what is known, find the k-th best key. A last pass marks the keys above it and the first of
-those equal to it; marks are counted in order of position, so results come out ascending, the same each time.
+Scores become 32-bit keys of the same order. Three histograms, of bits 31-21, 20-10 and 9-0, each over the
+keys that agree with what is known, find the k-th best key. A last pass marks the keys above it and the first
+of those equal to it; marks are counted in order of position, so results come out ascending, the same each
+time.
 
-The program is written against `thread_code.Code`: what it calls a word is one unsigned 32-bit value of every thread.
+The program is written against `Code`, as in thread_code.py: a word is one unsigned 32-bit value of every
+thread.
 """
 
 import dataclasses
@@ -22,7 +24,10 @@ Word = Any  # a value of every thread: unsigned, or a truth value
 
 
 class Code(Protocol):
-    """What threads can do. Arrays are the block's own, of words; counts of `repeat` are the same in all threads."""
+    """What threads can do.
+
+    Arrays are the block's own, of words; counts of `repeat` are the same in all threads.
+    """
 
     thread: Word
     rank: Word  # of the block among those that share the row
@@ -45,8 +50,11 @@ class Code(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static sizes: `blocks` of `threads` share a row of `length`; histograms have `copies`, one for each of so
-    many lanes; `ahead` chunks are read at once."""
+    """Static sizes.
+
+    `blocks` of `threads` share a row of `length`; neighbouring lanes count in `copies` of a histogram;
+    `ahead` chunks are read at once.
+    """
 
     length: int
     k: int
@@ -115,7 +123,7 @@ def select(code: Code, plan: Plan) -> None:
 
 
 def _keys(code: Code, plan: Plan, own: _Warp, visit: Any, carry: tuple[Word, ...]) -> tuple[Word, ...]:
-    """visit(chunk of the warp, keys of the lane's four positions, whether it is the warp's, carry) for all chunks."""
+    """visit(chunk of the warp, keys of the lane's four positions, whether it is there, carry) for all chunks."""
 
     def step(i: Word, carry: tuple[Word, ...]) -> tuple[Word, ...]:
         chunks = [i * plan.ahead + j for j in range(plan.ahead)]

@@ -1,5 +1,7 @@
-"""`selection.Code` as instructions of a Mosaic GPU kernel: every thread of a block on its own, with what Pallas does
-not offer (histograms in shared memory, ballots, other blocks' memory) as MLIR and PTX."""
+"""`selection.Code` as instructions of a Mosaic GPU kernel, every thread on its own.
+
+This is MLIR and PTX: Pallas has no histograms in shared memory, no ballots, and reads no other block's memory.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -82,7 +84,7 @@ def _value(word: Operand) -> ir.Value:
 
 
 class Code:
-    """See selection.Code. `scores`, `length`, `out` and arrays are references of an inlined Mosaic GPU function."""
+    """See selection.Code. References are those of an inlined Mosaic GPU function."""
 
     def __init__(
         self, scores: ir.Value, length: ir.Value, out: ir.Value, arrays: dict[str, ir.Value], blocks: int

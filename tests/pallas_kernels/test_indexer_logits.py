@@ -19,6 +19,9 @@ ERROR = 1e-5  # ‖out - ref‖ / ‖ref‖: products of rounded numbers are exa
 FLOAT8 = jnp.float8_e4m3fn
 
 
+TWO_STAGES = Tuning(stages=2)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Rows of the given lengths (the tokens included) in a table of `width` pages."""
@@ -30,7 +33,7 @@ class Case:
     page: int = 64
     dtype: type = jnp.bfloat16
     blocks: int = 2
-    tuning: Tuning = Tuning(stages=2)
+    tuning: Tuning = TWO_STAGES
 
 
 CASES = {
@@ -121,3 +124,47 @@ def test_equals_plain_code(case: Case, implementation: str) -> None:
     seen = want > -np.inf
     np.testing.assert_array_equal(out == -np.inf, ~seen)
     assert np.linalg.norm(out[seen] - want[seen]) / np.linalg.norm(want[seen]) < ERROR
+
+
+def test_results_vary_over_the_mesh_axes_of_the_inputs() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    rows, found = PartitionSpec("data"), []
+
+    def score(*operands: jax.Array) -> jax.Array:
+        out = mosaic_gpu.indexer_logits(*operands)
+        found.append(jax.typeof(out).manual_axis_type.varying)
+        return out
+
+    sharded = jax.shard_map(score, mesh=mesh, in_specs=(rows,) * 5, out_specs=rows, check_vma=True)
+    operands = _draw(Case((20, 20), width=2))
+    assert jax.eval_shape(sharded, *operands).shape == (2, 128)
+    assert found == [{"data"}]
+
+
+def test_says_where_it_does_not_run() -> None:
+    q, weights, keys, table, positions = _draw(Case((5,), width=1))
+    with pytest.raises(NotHereError, match="Hopper"):
+        indexer_logits(q, weights, keys, table, positions)
+    wide = (q.astype(jnp.float32), weights, keys.astype(jnp.float32))
+    with pytest.raises(NotHereError, match="bfloat16 or float8"):
+        indexer_logits(*wide, table, positions, implementation="mosaic_gpu")
+    with pytest.raises(NotHereError, match="heads of"):
+        indexer_logits(q[:, :8], weights[:, :8], keys, table, positions, implementation="mosaic_gpu")
+    with pytest.raises(NotHereError, match="pages of"):
+        indexer_logits(q, weights, keys[:, :24], table, positions, implementation="mosaic_gpu")
+
+
+def test_refuses_shapes_that_do_not_belong_together() -> None:
+    q, weights, keys, table, positions = _draw(Case((5,), width=1))
+    with pytest.raises(ValueError, match="same dtype"):
+        indexer_logits(q.astype(jnp.float32), weights, keys, table, positions)
+    with pytest.raises(ValueError, match="weights must be"):
+        indexer_logits(q, weights[:, 1:], keys, table, positions)
+    with pytest.raises(ValueError, match="table must be"):
+        indexer_logits(q, weights, keys, table[0], positions)
+    with pytest.raises(ValueError, match="positions must be"):
+        indexer_logits(q, weights, keys, table, jnp.zeros((1, 2), jnp.int32))
+    with pytest.raises(ValueError, match="integers"):
+        indexer_logits(q, weights, keys, table, positions.astype(jnp.float32))
+    with pytest.raises(ValueError, match="scales must be"):
+        indexer_logits(q, weights, keys, table, positions, scales=jnp.zeros((1, 64)))
