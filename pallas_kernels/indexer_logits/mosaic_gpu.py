@@ -188,13 +188,13 @@ def _score(tuning: Tuning, q_g, weights_g, keys_g, table_g, limits_g, *rest: Ref
     starts_g, shares_g, dead_starts_g, dead_shares_g, *scales_g, out_g = rest
     shared, block = _Shared(**scratch), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
-    share = _Share(*(shares_g[block, i] for i in range(4)), starts_g)
+    share = _share(shares_g, block, starts_g)
 
     @pl.when(warpgroup == tuning.consumers)
     def _() -> None:
         plgpu.set_max_registers(40, action="decrease")
         _feed(shared, share, q_g, weights_g, (keys_g, *scales_g), table_g)
-        dead = _Share(*(dead_shares_g[block, i] for i in range(4)), dead_starts_g)
+        dead = _share(dead_shares_g, block, dead_starts_g)
         _fill(shared, dead, starts_g, out_g)
         _drain(shared, share)
 
@@ -202,6 +202,11 @@ def _score(tuning: Tuning, q_g, weights_g, keys_g, table_g, limits_g, *rest: Ref
     def _() -> None:
         plgpu.set_max_registers(232 if tuning.consumers < 3 else 152, action="increase")
         _consume(tuning, shared, share, warpgroup, limits_g, out_g)
+
+
+def _share(shares_g: Ref, block: jax.Array, starts_g: Ref) -> _Share:
+    first, end, row, end_row = (shares_g[block, i] for i in range(4))
+    return _Share(first, end, row, end_row, starts_g)
 
 
 def _feed(shared: _Shared, share: _Share, q_g, weights_g, caches_g: tuple[Ref, ...], table_g) -> None:
@@ -233,9 +238,9 @@ def _feed(shared: _Shared, share: _Share, q_g, weights_g, caches_g: tuple[Ref, .
             ahead = pages_of(tile + 1)  # a trip to memory, made while this tile's place gets free
             stage = lax.rem(tile - share.first, jnp.int32(stages))
             pl.when(tile - share.first >= stages)(lambda: plgpu.barrier_wait(shared.keys_free.at[stage]))
-            for cache_g, ring in zip(caches_g, (shared.keys, shared.scales), strict=False):
+            for cache_g, kept in zip(caches_g, (shared.keys, shared.scales), strict=False):
                 for i, one in enumerate(own):
-                    place = ring.at[stage, pl.ds(i * page, page)]
+                    place = kept.at[stage, pl.ds(i * page, page)]
                     plgpu.copy_gmem_to_smem(cache_g.at[one], place, shared.keys_full.at[stage])
             return ahead
 

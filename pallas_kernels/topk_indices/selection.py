@@ -123,7 +123,7 @@ def select(code: Code, plan: Plan) -> None:
 
 
 def _keys(code: Code, plan: Plan, own: _Warp, visit: Any, carry: tuple[Word, ...]) -> tuple[Word, ...]:
-    """visit(chunk of the warp, keys of the lane's four positions, whether it is there, carry) for all chunks."""
+    """visit(chunk of the warp, keys of the lane's four positions, whether it is there, carry) for all."""
 
     def step(i: Word, carry: tuple[Word, ...]) -> tuple[Word, ...]:
         chunks = [i * plan.ahead + j for j in range(plan.ahead)]

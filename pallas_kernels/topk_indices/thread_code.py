@@ -1,6 +1,6 @@
 """`selection.Code` as instructions of a Mosaic GPU kernel, every thread on its own.
 
-This is MLIR and PTX: Pallas has no histograms in shared memory, no ballots, and reads no other block's memory.
+This is MLIR and PTX: Pallas has no histograms in shared memory, no ballots, and reads no other block's own.
 """
 
 from collections.abc import Callable

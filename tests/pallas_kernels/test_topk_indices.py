@@ -1,4 +1,4 @@
-"""Top-k against plain code. The kernel's program runs on NumPy, all threads in step: its PTX needs the chip."""
+"""Top-k against plain code. The kernel's program runs on NumPy, all threads in step; its PTX does not."""
 
 from collections.abc import Callable
 
