@@ -43,6 +43,8 @@ CASES = {
     "more blocks than tiles, three consumers": Case(
         (200,), width=4, blocks=4, tuning=Tuning(consumers=3, stages=3)
     ),
+    "small pages, float8": Case((40, 150), width=10, page=16, dtype=FLOAT8),
+    "four tokens, wide tiles for one": Case((300,), width=8, tokens=4, tuning=Tuning(stages=2, tile=256)),
     "small pages, a table that is no whole tiles": Case((40,), width=3, page=16, heads=64),
     "a long dead end": Case((5, 70), width=20, blocks=2),
 }
