@@ -30,8 +30,8 @@ def indexer_logits(
         scores[t, s] = -inf                          (where s > positions[b, t])
 
     Time follows the longest position of each row: of the table's width only the -inf behind it are written.
-    No page is read but those up to that position; table columns behind it, and positions that no token
-    sees, may hold anything. Works inside shard_map with check_vma on.
+    Table columns behind it, and positions that no token sees, may hold anything: what is read of them, in
+    a row's last tile, is thrown away. Works inside shard_map with check_vma on.
 
     Args:
       q: [B * T, I, H], T tokens a row, I heads of the indexer. In the keys' dtype; a scale of float8 queries

@@ -1,11 +1,11 @@
 """An indexer's scores for Hopper (sm_90a) in Pallas Mosaic GPU.
 
-One block a multiprocessor stays for the whole call. The live keys of all rows, in tiles, are one list that is
-cut into equal shares, so that all blocks end together whatever the rows' lengths. In a block one warpgroup
-feeds a ring of shared memory by TMA, page by page, across the borders between rows; the others take turns with
-the tiles. Keys are the rows of the wgmmas and a token's heads their columns: scores are [keys, heads], and what
-is left is a weighted sum over columns, which one warpgroup does while another one's wgmmas run. Tokens of a row
-share its tiles. What lies behind a row's last key is filled with -inf.
+One block a multiprocessor stays for the whole call. The live keys of all rows, in tiles, are one list that
+is cut into equal shares, so that all blocks end together whatever the rows' lengths. In a block one warpgroup
+feeds a ring of shared memory by TMA, page by page, across the borders between rows; the others take turns
+with the tiles. Keys are the rows of the wgmmas and a token's heads their columns: scores are [keys, heads],
+and what is left is a weighted sum over columns, which one warpgroup does while another one's wgmmas run.
+Tokens of a row share its tiles. What lies behind a row's last key is filled with -inf.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ _PER_KEY = plgpu.Layout.WGMMA.reduce(1)
 class Tuning:
     """How the work is cut; None: chosen from the shapes.
 
-    Of the `blocks` each has `consumers` warpgroups that compute, and `stages` tiles of `tile` keys in flight, a
-    multiple of `consumers`. A warpgroup takes `together` tokens at once.
+    Of the `blocks` each has `consumers` warpgroups that compute, and `stages` tiles of `tile` keys in flight,
+    a multiple of `consumers`. A warpgroup takes `together` tokens at once.
     """
 
     tile: int | None = None
@@ -70,7 +70,10 @@ class _Shared:
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """A block's part of the list of tiles: `first` to `end`. It begins in row `row`, whose own begin at `start`."""
+    """A block's part of the list of tiles, `first` to `end`, from `num_rows` rows.
+
+    It begins in row `row`, whose own tiles begin at `start`.
+    """
 
     first: jax.Array
     end: jax.Array
