@@ -8,6 +8,7 @@ that a long prefill never holds a gathered copy of its whole context for every t
 
 import contextlib
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -97,12 +98,18 @@ def select(
 
 
 def _select_by_kernels(
-    q: jax.Array, weights: jax.Array, cache: jax.Array, table: jax.Array, positions: jax.Array, topk: int
+    q: jax.Array,
+    weights: jax.Array,
+    cache: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    topk: int,
+    implementation: Literal["auto", "reference"] = "auto",
 ) -> jax.Array:
     def block(table: jax.Array, q: jax.Array, weights: jax.Array, positions: jax.Array) -> jax.Array:
         q, weights = (x.reshape(positions.size, *x.shape[2:]) for x in (q, weights))
-        scores = indexer_logits(q, weights, cache, table, positions)
-        chosen = topk_indices(scores, positions.reshape(-1) + 1, topk)
+        scores = indexer_logits(q, weights, cache, table, positions, implementation=implementation)
+        chosen = topk_indices(scores, positions.reshape(-1) + 1, topk, implementation=implementation)
         return chosen.reshape(*positions.shape, topk)
 
     t = positions.shape[1]
