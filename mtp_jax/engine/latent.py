@@ -1,19 +1,28 @@
-"""Latent attention over pages, whole and sparse, and the indexer's choice: plain XLA, in blocks of tokens.
+"""Latent attention over pages, whole and sparse, and the indexer's choice, in blocks of tokens.
+
+The choice is made by kernels where they fit, else by XLA, as the rest is.
 
 What is gathered for a block of token rows stays below a few times what one row of a long context takes, so
 that a long prefill never holds a gathered copy of its whole context for every token.
 """
 
+import contextlib
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from mtp_jax.models.layers import product
+from pallas_kernels.device import NotHereError
+from pallas_kernels.indexer_logits import indexer_logits
+from pallas_kernels.topk_indices import topk_indices
 
 MASKED = -1e30  # score of a position that is not seen
 BLOCK = 16  # tokens of a row that are worked on at once
 CONTEXT = 65536  # positions of all rows that are worked on at once
+SCORED = 64  # tokens of a row whose scores kernels write at once
+SCORES = 2**25  # scores of all tokens that kernels write at once
 
 
 def attend_all(
@@ -63,7 +72,7 @@ def select(
 ) -> jax.Array:
     """The positions with the best indexer scores, [B * T, topk] int32, -1 where a token sees fewer.
 
-    Equal scores go to the lower position.
+    Of equal scores the lower positions are chosen. Their order is anything.
 
     Args:
       q: the indexer's queries [B * T, I, H].
@@ -72,6 +81,8 @@ def select(
       table: pages [B, W].
       positions: of the tokens, [B, T].
     """
+    with contextlib.suppress(NotHereError):
+        return _select_by_kernels(q, weights, cache, table, positions, topk)
     length = table.shape[1] * cache.shape[1]
     places, count = jnp.arange(length, dtype=jnp.int32), min(topk, length)
 
@@ -86,6 +97,26 @@ def select(
     return jnp.pad(chosen, ((0, 0), (0, topk - count)), constant_values=-1)
 
 
+def _select_by_kernels(
+    q: jax.Array,
+    weights: jax.Array,
+    cache: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    topk: int,
+    implementation: Literal["auto", "reference"] = "auto",
+) -> jax.Array:
+    def block(table: jax.Array, q: jax.Array, weights: jax.Array, positions: jax.Array) -> jax.Array:
+        q, weights = (x.reshape(positions.size, *x.shape[2:]) for x in (q, weights))
+        scores = indexer_logits(q, weights, cache, table, positions, implementation=implementation)
+        chosen = topk_indices(scores, positions.reshape(-1) + 1, topk, implementation=implementation)
+        return chosen.reshape(*positions.shape, topk)
+
+    t = positions.shape[1]
+    context = SCORES // min(t, SCORED)
+    return _by_blocks(block, cache, table, q, weights, positions.reshape(-1), block=SCORED, context=context)
+
+
 def _pages(cache: jax.Array, table: jax.Array) -> jax.Array:
     """Rows of all positions, [B, W * page, ...]."""
     b, w = table.shape
@@ -93,28 +124,34 @@ def _pages(cache: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def _by_blocks(
-    run: Callable[..., jax.Array], cache: jax.Array, table: jax.Array, *tokens: jax.Array
+    run: Callable[..., jax.Array],
+    cache: jax.Array,
+    table: jax.Array,
+    *tokens: jax.Array,
+    block: int = BLOCK,
+    context: int = CONTEXT,
 ) -> jax.Array:
     """run(table [b, W], *tokens [b, t, ...]) for blocks of rows and tokens: [B * T, ...] -> [B * T, ...].
 
-    A block has one row at least, and else so many that their contexts together stay below `CONTEXT`.
+    A block has up to `block` tokens, of one row at least and else of so many that their contexts together
+    stay below `context`.
     """
     rows, width = table.shape
     t = tokens[0].shape[0] // rows
     tokens = tuple(x.reshape(rows, t, *x.shape[1:]) for x in tokens)
-    most = max(CONTEXT // (width * cache.shape[1]), 1)
-    if t <= BLOCK and rows <= most:
+    most = max(context // (width * cache.shape[1]), 1)
+    if t <= block and rows <= most:
         out = run(table, *tokens)
         return out.reshape(rows * t, *out.shape[2:])
-    if t > BLOCK:  # a prompt chunk, the last block filled up
-        count, size = -(-t // BLOCK), BLOCK
+    if t > block:  # a prompt chunk, the last block filled up
+        count, size = -(-t // block), block
         padded = (jnp.pad(x, [(0, 0), (0, count * size - t)] + [(0, 0)] * (x.ndim - 2)) for x in tokens)
         blocks = tuple(jnp.moveaxis(x.reshape(rows, count, size, *x.shape[2:]), 1, 0) for x in padded)
-        out = jax.lax.map(lambda block: run(table, *block), blocks)
+        out = jax.lax.map(lambda part: run(table, *part), blocks)
         out = jnp.moveaxis(out, 0, 1)
         return out.reshape(rows, count * size, *out.shape[3:])[:, :t].reshape(rows * t, *out.shape[3:])
     while rows % most:
         most -= 1
     blocks = tuple(x.reshape(rows // most, most, *x.shape[1:]) for x in (table, *tokens))
-    out = jax.lax.map(lambda block: run(*block), blocks)
+    out = jax.lax.map(lambda part: run(*part), blocks)
     return out.reshape(rows * t, *out.shape[3:])

@@ -21,10 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from pallas_kernels.decode_attention import decode_attention  # noqa: E402
 from pallas_kernels.few_rows import norm_qkv_rope, norm_swiglu, project_add, shapes  # noqa: E402
+from pallas_kernels.indexer_logits import indexer_logits  # noqa: E402
 from pallas_kernels.paged_attention import paged_attention  # noqa: E402
 from pallas_kernels.paged_attention.shapes import MODELS, PAGE_SIZE, Load  # noqa: E402
 from pallas_kernels.sparse_mla import shapes as latent_shapes  # noqa: E402
 from pallas_kernels.sparse_mla import sparse_mla  # noqa: E402
+from pallas_kernels.topk_indices import topk_indices  # noqa: E402
 
 CASES = (
     ("smollm2_135m", Load(batch=64, queries=1, live=160, table=1024)),
@@ -39,6 +41,13 @@ CASES = (
 LAYERS = (("smollm2_135m", 2, 1), ("smollm2_135m", 64, 4), ("mimo_1.4b_bench", 8, 2), ("mimo_7b", 2, 1))
 
 LATENT = ("t64_n128", "t1_n128", "t16_n16")
+# (heads, batch, tokens a sequence, positions, page, keys)
+INDEXERS = (
+    (64, 64, 1, 32768, 64, jnp.float8_e4m3fn),
+    (64, 8, 4, 8192, 16, jnp.bfloat16),
+    (32, 64, 2, 8192, 32, jnp.float8_e4m3fn),
+)
+TOPK_ROWS = ((64, 32768), (1, 131072))
 
 Spec = Callable[..., jax.ShapeDtypeStruct]
 
@@ -106,6 +115,34 @@ def latent(spec: Spec, name: str) -> None:
     )
 
 
+def indexer(
+    spec: Spec, heads: int, batch: int, tokens: int, live: int, page: int, dtype: jax.typing.DTypeLike
+) -> None:
+    rows, pages, fp32 = batch * tokens, live // page, jnp.float32
+    scales = {} if dtype == jnp.bfloat16 else {"scales": spec(batch * pages, page, dtype=fp32)}
+
+    def run(*operands: jax.Array) -> jax.Array:
+        return indexer_logits(
+            *operands[:5], scales=operands[5] if scales else None, implementation="mosaic_gpu"
+        )
+
+    compile_one(
+        f"indexer_logits {heads} x {batch} x {tokens} {live}/{page} {jnp.dtype(dtype)}",
+        run,
+        *(spec(rows, heads, 128, dtype=dtype), spec(rows, heads, dtype=fp32)),
+        *(spec(batch * pages, page, 128, dtype=dtype), spec(batch, pages, dtype=jnp.int32)),
+        *(spec(batch, tokens, dtype=jnp.int32), *scales.values()),
+    )
+
+
+def topk(spec: Spec, rows: int, length: int) -> None:
+    compile_one(
+        f"topk_indices {rows} x {length}",
+        functools.partial(topk_indices, k=2048, implementation="mosaic_gpu"),
+        *(spec(rows, length, dtype=jnp.float32), spec(rows, dtype=jnp.int32)),
+    )
+
+
 def main() -> None:
     target = (Path(__file__).parent / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
@@ -121,6 +158,10 @@ def main() -> None:
         layer(spec, *case)
     for name in LATENT:
         latent(spec, name)
+    for case in INDEXERS:
+        indexer(spec, *case)
+    for case in TOPK_ROWS:
+        topk(spec, *case)
 
 
 if __name__ == "__main__":
