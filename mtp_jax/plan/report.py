@@ -75,6 +75,7 @@ def _memory(plan: Plan) -> str:
         ("embedding", parts.embedding),
         ("LM head", parts.lm_head),
         ("MTP module", parts.mtp),
+        ("n-gram table", parts.ngrams),
         ("latents" if plan.model.latent is not None else "keys and values", parts.kv_page * memory.num_pages),
         ("indexer keys", parts.indexer_page * memory.num_pages),
         ("recurrent state", parts.recurrent),

@@ -119,7 +119,7 @@ FAMILY_TOLERANCE = 2e-4
 BADLY_CONDITIONED = {"tiny_qwen3_5_moe": 1e-3}
 MEDIAN_TOLERANCE = 5e-5
 FAMILIES = ("tiny_deepseek_v3", "tiny_deepseek_v32", "tiny_glm_moe_dsa", "tiny_glm4_moe")
-FAMILIES += ("tiny_qwen3_next", "tiny_qwen3_5", "tiny_qwen3_5_moe")
+FAMILIES += ("tiny_qwen3_next", "tiny_qwen3_5", "tiny_qwen3_5_moe", "tiny_qwen4_exp")
 LOGITS = [("tiny_qwen2", 1), ("tiny_llama3", 2), ("tiny_mimo", 2)]
 LOGITS += [(name, 2) for name in FAMILIES]
 LOGITS += [pytest.param(name, 1, marks=pytest.mark.slow) for name in FAMILIES]
