@@ -115,7 +115,7 @@ class StreamsConfig:
 class NgramConfig:
     """The hashed n-gram embedding that one layer adds to the streams (Qwen4Exp).
 
-    Rows of the table for the n-grams of each order lie in `heads` parts of prime sizes; see `models/ngram.py`.
+    Rows of the table for n-grams of each order lie in `heads` parts of prime sizes; see `models/ngram.py`.
     """
 
     layer: int  # ple_layer_ids, less one
@@ -133,7 +133,6 @@ class NgramConfig:
     def context(self) -> int:
         """Tokens before its own that a row of an n-gram depends on."""
         return self.order - 1
-
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mtp_jax.models.layers import Cache, product
 
 
 def attend_chosen(q: jax.Array, cache: Cache, table: jax.Array, indices: jax.Array) -> jax.Array:
-    """q [B * T, G, Q, H] over the positions `indices` [B * T, J] of each token (-1: none) -> [B * T, G, Q, H].
+    """q [B * T, G, Q, H] over the positions `indices` [B * T, J] of each token (-1: none), as q.
 
     Args:
       q: queries.

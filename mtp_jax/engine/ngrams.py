@@ -41,7 +41,7 @@ class NgramTable:
 
 
 def advance_context(context: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
-    """The last tokens [B, order - 1] behind `context` [B, order - 1] and the first count [B] of tokens [B, T]."""
+    """The context [B, order - 1] behind `context` and the first count [B] of tokens [B, T]."""
     text = jnp.concatenate([context, tokens], axis=1)
     places = count[:, None] + jnp.arange(context.shape[1], dtype=jnp.int32)
     return jnp.take_along_axis(text, places, axis=1)

@@ -94,13 +94,14 @@ class PagedAttention:
         if not reused and not any(self._chooses(segment, indices) for segment in self.segments):
             return self.grouped(qkv, cache)
         q, k, v = split_qkv(qkv)
-        cache, mixed = self._written(cache, (k, v)), []
+        keys, values = self._written(cache, (k, v))
+        mixed = []
         for segment, rows, places in self._split(q, indices):
             if reused or self._chooses(segment, indices):
-                mixed.append(chosen.attend_chosen(rows, cache, segment.table, places))
+                mixed.append(chosen.attend_chosen(rows, (keys, values), segment.table, places))
             else:
-                mixed.append(_attend_segment(rows, *cache, segment))
-        return jnp.concatenate(mixed), cache
+                mixed.append(_attend_segment(rows, keys, values, segment))
+        return jnp.concatenate(mixed), (keys, values)
 
     def _chooses(self, segment: Segment, indices: jax.Array) -> bool:
         """Where no context is longer than what a token chooses, it has chosen all of it."""

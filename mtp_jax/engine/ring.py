@@ -331,9 +331,7 @@ class Ring:
         return dataclasses.replace(state, rows=new_rows, lane_rows=lane)
 
 
-def _where_embedded(
-    rows: Carry, embedded: Carry, put: Callable[[jax.Array, jax.Array], jax.Array]
-) -> Carry:
+def _where_embedded(rows: Carry, embedded: Carry, put: Callable[[jax.Array, jax.Array], jax.Array]) -> Carry:
     """The rows with put(field, embedded field) for what embeddings say, the other fields as they are."""
     ngram = rows.ngram
     if ngram is not None and embedded.ngram is not None:

@@ -77,14 +77,16 @@ def config_from_directory(directory: Path) -> ModelConfig:
         delta=delta_config(fields, layers) if model_type in _DELTA else None,
         output_gate=model_type in _DELTA,
         zero_centred_norms=model_type in _DELTA,
-        blocks=blocks_config(fields, _rotary_dim(fields, head_dim) or head_dim) if model_type == "qwen4_exp" else None,
+        blocks=blocks_config(fields, _rotary_dim(fields, head_dim) or head_dim)
+        if model_type == "qwen4_exp"
+        else None,
         streams=streams_config(fields) if model_type == "qwen4_exp" else None,
         ngram=ngram_config(fields, layers) if model_type == "qwen4_exp" else None,
     )
 
 
 def _text_fields(fields: Fields) -> Fields:
-    """The text model's fields under its family's `model_type`, whether parts for images are beside it or not."""
+    """The text model's fields under its family's `model_type`, with or without parts for images beside it."""
     model_type = fields.values.get("model_type")
     family = model_type.removesuffix(_TEXT_ONLY) if isinstance(model_type, str) else None
     if family not in FAMILIES or (family != model_type and family not in _DELTA):

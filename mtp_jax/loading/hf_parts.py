@@ -164,7 +164,8 @@ def ngram_config(fields: Fields, layers: int) -> NgramConfig | None:
     ids = fields.ids("ple_layer_ids")  # from one
     if not ids:
         return None
-    if len(ids) > 1 or not 1 <= ids[0] <= layers:
+    first, *others = ids
+    if others or not 1 <= first <= layers:
         raise fields.fail("ple_layer_ids", f"one layer, 1 to {layers}")
     order, heads = fields.integer("ngram_size", 3, least=2), fields.integer("heads_per_ngram", 8)
     width = fields.integer("ple_embed_dim", fields.integer("hidden_size"))
@@ -179,11 +180,11 @@ def ngram_config(fields: Fields, layers: int) -> NgramConfig | None:
     rows = -(-sum(sizes) // divisor) * divisor
     if rows % parts:
         raise fields.fail("split_ngram_parts", f"a divisor of the table's {rows} rows")
-    eos = fields.ids("eos_token_id")
-    if not eos:
+    ends = fields.ids("eos_token_id")
+    if not ends:
         raise fields.fail("eos_token_id", "a token id, where n-grams end")
     return NgramConfig(
-        layer=ids[0] - 1,
+        layer=first - 1,
         order=order,
         heads=heads,
         width=width,
@@ -192,5 +193,5 @@ def ngram_config(fields: Fields, layers: int) -> NgramConfig | None:
         sizes=sizes,
         rows=rows,
         parts=parts,
-        eos=eos[0],
+        eos=next(iter(ends)),
     )

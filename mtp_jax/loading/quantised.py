@@ -64,9 +64,7 @@ class LogicalTensors:
       CheckpointError: names a tensor that is neither plain nor, with others, a whole quantised weight.
     """
 
-    def __init__(
-        self, stored: TensorFiles, quantised: Format | None = None, integers: Collection[str] = ()
-    ):
+    def __init__(self, stored: TensorFiles, quantised: Format | None = None, integers: Collection[str] = ()):
         self.stored = stored
         self._made = quantised.weights(stored) if quantised is not None else {}
         parts = {part for weight in self._made.values() for part in weight.parts}

@@ -95,14 +95,15 @@ class SafetensorsDir(LogicalTensors):
             log.warning("%s has no MTP weights (%s*), though config.json says so", self.directory, prefix)
             self.config = dataclasses.replace(self.config, num_nextn_predict_layers=0)
 
-
     def _check_constants(self) -> None:
         """The hash of n-grams is computed from config.json; what the weights say of it must be the same."""
         for name, values in constant_tensors(self.config).items():
             if name in self.names():
                 stored = tuple(int(value) for value in self.read(name))
                 if stored != values:
-                    raise CheckpointError(f"{self.directory.name}: {name}", stored, f"{values}, by config.json")
+                    raise CheckpointError(
+                        f"{self.directory.name}: {name}", stored, f"{values}, by config.json"
+                    )
                 self.drop([name])
 
 

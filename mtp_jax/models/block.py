@@ -42,7 +42,7 @@ class LayerKind:
 def joint_kind(one: LayerKind, two: LayerKind) -> LayerKind | None:
     """The kind of a layer slot that can hold layers of both; None: there is none.
 
-    A layer with an indexer does without it where it is given positions; one that takes n-grams can do without.
+    A layer with an indexer does without it where it is given positions, and one with n-grams without those.
     """
     if one.ngrams != two.ngrams:
         same = dataclasses.replace(one, ngrams=two.ngrams) == two

@@ -1,8 +1,9 @@
 """Grouped attention over blocks of tokens that an indexer chooses (Qwen4Exp).
 
-The indexer has a few query heads and one key a token, which is cached as it is projected. A block's key is the
-mean of its tokens' keys, then normalised, and rotated as the block's first token would be. Scores are sums of
-relu(q . k) over heads, without learned weights.
+The indexer has a few query heads and one key a token, which is cached as it is projected. A block's key is
+the mean of its tokens' keys, then normalised, and rotated as the block's first token would be. Scores are
+sums of relu(q . k) over heads, without learned weights. A cache of keys by position needs no rollback: what a
+rejected token has left there is written anew before anybody sees it, and blocks' keys are made when read.
 """
 
 import jax

@@ -103,7 +103,9 @@ class Experts(nnx.Module):
             Leaf(("down",), (e, d, f), ("experts", None, None), down),
         ]
         if config.streams is None:
-            leaves.insert(0, norm("post_norm", d, "post_attention_layernorm.weight", config.zero_centred_norms))
+            leaves.insert(
+                0, norm("post_norm", d, "post_attention_layernorm.weight", config.zero_centred_norms)
+            )
         if experts.scoring == "sigmoid":
             bias = plain("router_bias", (e,), (None,), "mlp.gate.e_score_correction_bias")
             leaves.append(dataclasses.replace(bias, dtype=jnp.dtype("float32")))

@@ -104,7 +104,7 @@ class Attend(Protocol):
         blocks: "BlocksConfig",
         block_keys: Callable[[jax.Array, jax.Array], jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """Positions of the blocks of tokens with the best scores, and of the tokens behind the last whole one.
+        """Positions of the blocks of tokens with the best scores, and of tokens behind the last whole one.
 
         Takes q [M, I, H], the tokens' own keys [M, H], the cache [P, page, H] and what makes the keys of
         blocks [..., H] from the means of their tokens' keys and the blocks' first positions [...]; returns

@@ -114,9 +114,7 @@ class LatentAttention(nnx.Module):
 
         q_in, q_name = (d, "q_proj") if latent.q_rank is None else (latent.q_rank, "q_b_proj")
         q_shape, kv_shape = (n, nope + rope, q_in), (r + rope, d)
-        q_up = reordered(
-            f"self_attn.{q_name}.weight", (n * (nope + rope), q_in), q_shape, 1, behind(nope)
-        )
+        q_up = reordered(f"self_attn.{q_name}.weight", (n * (nope + rope), q_in), q_shape, 1, behind(nope))
         kv_down = reordered("self_attn.kv_a_proj_with_mqa.weight", kv_shape, kv_shape, 0, behind(r))
         head = ("heads", None, None)
         return (

@@ -1,14 +1,16 @@
 """The hashed n-gram embedding of Qwen4Exp: the hash, and what one layer makes of the rows found.
 
-A token's n-gram of order n is hashed to x = t_0 m_0 ^ t_1 m_1 ^ ... (t_j the token j places back) in wrapping
-64-bit integers; head h of that order takes row (x mod p_h) + offset_h of one table, p_h a prime. An n-gram does
-not reach behind an end-of-sequence token, nor before the text: such tokens count as end-of-sequence ones.
+A token's n-gram of order n is hashed to x = t_0 m_0 ^ t_1 m_1 ^ ... (t_j the token j places back) in
+wrapping 64-bit integers; head h of that order takes row (x mod p_h) + offset_h of one table, p_h a prime. An
+n-gram does not reach behind an end-of-sequence token, nor before the text: such tokens count as
+end-of-sequence ones.
 
 The rows are read where tokens are embedded and travel to the layer as values, for their table is as large as
 many layers and is spread over all devices, as the embedding is. JAX has no 64-bit integers unless all of it
 does, so the hash works on pairs of 32-bit words.
 """
 
+import itertools
 import math
 
 import jax
@@ -41,14 +43,14 @@ def ngram_rows(tokens: jax.Array, ngram: NgramConfig) -> jax.Array:
     # Behind an end-of-sequence token on the way back all count as one.
     cut = jnp.cumsum(back[:, 1:] == ngram.eos, axis=1, dtype=jnp.int32) > 0
     back = jnp.concatenate([back[:, :1], jnp.where(cut, ngram.eos, back[:, 1:])], axis=1)
-    mixed, rows, offset = multiply(back[:, 0], ngram.multipliers[0]), [], 0
+    mixed, by_head = multiply(back[:, 0], ngram.multipliers[0]), []
     for order in range(1, ngram.order):
         more = multiply(back[:, order], ngram.multipliers[order])
         mixed = (mixed[0] ^ more[0], mixed[1] ^ more[1])
-        for size in ngram.sizes[(order - 1) * ngram.heads : order * ngram.heads]:
-            rows.append(remainder(mixed, size) + offset)
-            offset += size
-    return jnp.stack(rows, axis=1)
+        by_head += [mixed] * ngram.heads
+    high, low = (jnp.stack(words, axis=1) for words in zip(*by_head, strict=True))  # M heads
+    offsets = (0, *itertools.accumulate(ngram.sizes[:-1]))
+    return remainder((high, low), ngram.sizes) + jnp.array(offsets, jnp.int32)
 
 
 def multiply(x: jax.Array, factor: int) -> Words:
@@ -64,23 +66,23 @@ def multiply(x: jax.Array, factor: int) -> Words:
     return carried + a * jnp.uint32(high) + sign * jnp.uint32(low), (middle << 16) | (corner & _LOW)
 
 
-def remainder(x: Words, size: int) -> jax.Array:
-    """Signed 64-bit integers modulo a constant below 2^31: int32, from 0 to size - 1."""
+def remainder(x: Words, sizes: tuple[int, ...]) -> jax.Array:
+    """Signed 64-bit integers [M, heads] modulo constants [heads] below 2^31: int32, from 0 to size - 1."""
     high, low = x
-    divisor, step = jnp.uint32(size), 32 - size.bit_length()  # bits that fit beside a remainder
+    divisor, step = jnp.array(sizes, jnp.uint32), 32 - max(sizes).bit_length()  # bits beside a remainder
     rest = high % divisor
     for first in range(32, 0, -step):
         bits = min(step, first)
         part = (low >> (first - bits)) & ((1 << bits) - 1)
         rest = ((rest << bits) | part) % divisor
-    below = jnp.uint32(size - (1 << 64) % size)  # a negative number is 2^64 less
+    below = jnp.array([size - (1 << 64) % size for size in sizes], jnp.uint32)  # negative: 2^64 less
     return jnp.where(high >> 31 > 0, (rest + below) % divisor, rest).astype(jnp.int32)
 
 
 def hash_constants(
     vocab_size: int, order: int, heads: int, base: int, seed: int, index: int = 0
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Multipliers, one a token of an n-gram, and primes, one a head, of the index-th layer that has a table."""
+    """Multipliers, one a token of an n-gram, and primes, one a head, of the index-th layer with a table."""
     half = max(1, ((1 << 63) - 1) // vocab_size // 2)
     start = seed + _LAYER_STEP * index
     multipliers = (2 * (_splitmix64(start + _GAMMA * (i + 1)) % half) + 1 for i in range(order))

@@ -171,6 +171,7 @@ def _values(plan: Plan) -> dict[str, object]:
             "embedding": parts.embedding,
             "lm_head": parts.lm_head,
             "mtp": parts.mtp,
+            "ngrams": parts.ngrams,
             "kv": parts.kv_page * memory.num_pages,
             "indexer_keys": parts.indexer_page * memory.num_pages,
             "recurrent": parts.recurrent,

@@ -56,9 +56,11 @@ def test_products_wrap(factor: int) -> None:
     high, low = (np.asarray(word).astype(np.uint64) for word in multiply(jnp.asarray(ids), factor))
     found = ((high << np.uint64(32)) | low).astype(np.int64)
     assert found.tolist() == [wrapped(int(one) * factor) for one in ids]
-    for size in (2, 37, 20_000_003, 2**31 - 1):
-        rest = remainder(multiply(jnp.asarray(ids), factor), size)
-        assert np.asarray(rest).tolist() == [wrapped(int(one) * factor) % size for one in ids]
+    for sizes in ((2, 37, 20_000_003), (2**31 - 1, 5)):
+        rest = remainder(multiply(jnp.asarray(ids)[:, None], factor), sizes)
+        assert np.asarray(rest).tolist() == [
+            [wrapped(int(one) * factor) % size for size in sizes] for one in ids
+        ]
 
 
 @pytest.mark.parametrize("largest", [248320, 2**31 - 1])
