@@ -35,7 +35,7 @@ class RopeScaling:
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads from one latent a token."""
 
-    q_rank: int  # q_lora_rank
+    q_rank: int | None  # q_lora_rank; None: queries are projected at once (Moonlight)
     kv_rank: int  # kv_lora_rank
     nope_dim: int  # qk_nope_head_dim: features a head that are not rotated
     rope_dim: int  # qk_rope_head_dim: rotated features, of which all heads share one key
@@ -82,6 +82,57 @@ class DeltaConfig:
     value_width: int  # linear_value_head_dim
     conv_taps: int  # linear_conv_kernel_dim
     layers: tuple[bool, ...]  # trunk layers that have one; the others have attention
+    gate: Literal["silu", "sigmoid"] = "silu"  # output_gate_type
+
+
+@dataclasses.dataclass(frozen=True)
+class BlocksConfig:
+    """The indexer of grouped attention over blocks of tokens (Qwen4Exp): a query attends to the best ones.
+
+    A block's key is the mean of its tokens' keys. Tokens behind the last whole block are always attended to.
+    """
+
+    num_heads: int  # indexer_n_heads
+    head_dim: int  # indexer_head_dim; its first features are rotated, as many as of other heads
+    budget: int  # indexer_budget: tokens in the blocks that a query chooses
+    block: int  # indexer_compress_ratio: tokens of a block
+
+    @property
+    def positions(self) -> int:
+        """Most positions that a query attends to."""
+        return self.budget + self.block - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamsConfig:
+    """Residual streams with gates between them and each block (Qwen4Exp's hyper-connections)."""
+
+    count: int  # hc_count
+    rank: int  # hc_lowrank: of the gates' projection
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramConfig:
+    """The hashed n-gram embedding that one layer adds to the streams (Qwen4Exp).
+
+    Rows of the table for n-grams of each order lie in `heads` parts of prime sizes; see `models/ngram.py`.
+    """
+
+    layer: int  # ple_layer_ids, less one
+    order: int  # ngram_size: the longest n-grams; and the dilation of the convolution
+    heads: int  # heads_per_ngram: rows of the table for the n-gram of each order
+    width: int  # ple_embed_dim: of all rows together
+    conv_taps: int  # ple_conv_kernel_size
+    multipliers: tuple[int, ...]  # of the hash, one a token of an n-gram
+    sizes: tuple[int, ...]  # rows of the table for each head
+    rows: int  # of the whole table, which is filled up
+    parts: int  # split_ngram_parts: tensors that the table is stored as
+    eos: int  # n-grams do not reach behind this token
+
+    @property
+    def context(self) -> int:
+        """Tokens before its own that a row of an n-gram depends on."""
+        return self.order - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +161,16 @@ class ModelConfig:
     indexer: IndexerConfig | None = None  # None: attention over the whole context
     experts: ExpertsConfig | None = None  # None: a dense ffn in every layer
     delta: DeltaConfig | None = None  # None: attention in every layer
+    blocks: BlocksConfig | None = None  # None: grouped attention is over the whole context
+    streams: StreamsConfig | None = None  # None: one residual stream, and a norm before each block
+    ngram: NgramConfig | None = None  # None: tokens have one embedding
     output_gate: bool = False  # attn_output_gate: attention's output times a sigmoid of a part of q_proj
     zero_centred_norms: bool = False  # norms are stored as their distance from one (but those of delta nets)
+
+    @property
+    def residual_width(self) -> int:
+        """Features that a token has between layers."""
+        return self.hidden_size * (self.streams.count if self.streams else 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ LOGICAL_AXES: dict[str, MeshAxes] = {
     "ffn": TENSOR,
     "experts": TENSOR,
     "vocab": (STAGE, TENSOR),  # rows of the embedding and of the LM head
+    "ngram_parts": (STAGE, TENSOR),  # of the table of hashed n-grams
     "mtp_kv_heads": (STAGE, TENSOR),
     "mtp_heads": (STAGE, TENSOR),
     "mtp_experts": (STAGE, TENSOR),

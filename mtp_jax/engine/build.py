@@ -389,7 +389,7 @@ def resolve_config(
     if config.max_model_len > model.max_position_embeddings:
         legal = f"up to {model.max_position_embeddings}, the model's context"
         raise InvalidValueError("--max-model-len", config.max_model_len, legal)
-    if config.enable_prefix_caching and model.delta is not None:
+    if config.enable_prefix_caching and (model.delta is not None or model.ngram is not None):
         log.info("no prefix cache: this model's recurrent layers keep no state for the middle of a prompt")
         config = dataclasses.replace(config, enable_prefix_caching=False)
     if config.num_speculative_tokens and not has_mtp:

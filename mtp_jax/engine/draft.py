@@ -21,14 +21,14 @@ from mtp_jax.engine.sampling import DRAFT, scale_by_temperature
 from mtp_jax.engine.state import Slots
 from mtp_jax.engine.vocabulary import Vocabulary
 from mtp_jax.models.layers import Around, Cache, SumOver, rope_tables
-from mtp_jax.models.mtp import MTPModule
+from mtp_jax.models.mtp import MTPModule, StreamMTPModule
 
 
 @dataclasses.dataclass(frozen=True)
 class MTP:
     """The MTP module on this device, with the reductions that its placement asks for."""
 
-    module: MTPModule
+    module: MTPModule | StreamMTPModule
     vocabulary: Vocabulary  # the target's, maybe with fewer rows in the LM head
     gather_proj: Callable[[jax.Array], jax.Array] | None
     sum_attention: SumOver
@@ -57,7 +57,10 @@ class Drafter:
         tokens: jax.Array,
         accepted: jax.Array,
     ) -> tuple[Slots, Cache]:
-        """hidden [B, T, D] and lane_hidden [C, D] post-norm; tokens [B (+1), T], accepted [B (+1)]."""
+        """hidden [B, T, D] and lane_hidden [C, D] as the module takes them: post-norm, or streams [..., S D].
+
+        tokens [B (+1), T], accepted [B (+1)].
+        """
         output, indices, cache = self._reread(cache, rows, chunk, hidden, lane_hidden, tokens, accepted)
         if not self._shares_indices:
             indices = None
@@ -118,8 +121,9 @@ class Drafter:
 
     @property
     def _shares_indices(self) -> bool:
-        """Whether later steps attend to where the last verified position did (GLM-5.2)."""
-        return self.model.indexer is not None and self.model.indexer.share_in_drafts
+        """Whether later steps attend to where the last verified position did (GLM-5.2, Qwen4Exp)."""
+        shares = self.model.indexer is not None and self.model.indexer.share_in_drafts
+        return shares or self.model.blocks is not None
 
     def _shifted_chunk(self, chunk: Chunk, sampled: jax.Array) -> tuple[Segment, jax.Array]:
         """The chunk's segment, and its ids shifted by one: the last is the next token, or the sampled one."""
@@ -170,7 +174,7 @@ class Drafter:
         Only temperature shapes q: verification is exact whatever q is.
         """
         vocabulary = self.mtp.vocabulary
-        logits = vocabulary.logits(output)
+        logits = vocabulary.logits(self.mtp.module.to_head(output))
         if self.config.draft_sampling == "greedy" or self.bucket.sampling is Sampling.GREEDY:
             return vocabulary.argmax(logits), logits
         sampling = self.plan.sampling(slot, position)

@@ -1,6 +1,7 @@
 """The head of a tick: verify the rows that left the last stage, update their slots, draft the next tokens."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,14 @@ from mtp_jax.engine.buckets import Bucket, Report, Sampling
 from mtp_jax.engine.draft import MTP, Drafter
 from mtp_jax.engine.leaving import Chunk, VerifyRows, scatter_index
 from mtp_jax.engine.logprobs import prompt_rows, report, report_prompt, report_whole
+from mtp_jax.engine.ngrams import advance_context
 from mtp_jax.engine.plan_arrays import PlanArrays
 from mtp_jax.engine.sampling import TARGET, RowSampling, add_noise, keep_top, scale_by_temperature
 from mtp_jax.engine.shaping import drop_unlikely, min_p_of, note_emitted, shape_logits
 from mtp_jax.engine.state import Slots
 from mtp_jax.engine.verify import accept_one_hot, accept_probabilistic, cut_at_stop
 from mtp_jax.engine.vocabulary import Vocabulary
-from mtp_jax.models.layers import Cache, rms_norm
+from mtp_jax.models.layers import Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Head:
     config: EngineConfig
     bucket: Bucket
     vocabulary: Vocabulary
-    final_norm: jax.Array
+    final_norm: Callable[[jax.Array], jax.Array]  # or the mixer of several residual streams
     mtp: MTP | None
     plan: PlanArrays
 
@@ -40,16 +42,16 @@ class Head:
         hidden: jax.Array,
         lane_hidden: jax.Array | None,
     ) -> tuple[Slots, Cache | None, jax.Array]:
-        """hidden [B, T, D] and lane_hidden [C, D] are the residual stream after the last layer.
+        """hidden [B, T, D] and lane_hidden [C, D] are the residual stream(s) after the last layer.
 
         Returns (slots, MTP cache, results [B (+1), RESULT_FIELDS + T] int32). Where the bucket reports
         log-probabilities, these follow in each row; those of a prompt chunk are C rows more.
         """
-        hidden = rms_norm(hidden, self.final_norm, self.model.rms_norm_eps)
-        last_rows = hidden
+        recycled, lane_recycled = hidden, lane_hidden
+        last_rows = hidden = self.final_norm(hidden)
         if chunk is not None:
             assert lane_hidden is not None
-            lane_hidden = rms_norm(lane_hidden, self.final_norm, self.model.rms_norm_eps)
+            lane_hidden = self.final_norm(lane_hidden)
             # An empty lane has count 0, and then a row that is not valid.
             last = jax.lax.dynamic_slice_in_dim(lane_hidden, chunk.count - 1, 1)
             column = jnp.zeros((1, *hidden.shape[1:]), hidden.dtype).at[0, 0].set(last[0])
@@ -62,10 +64,12 @@ class Head:
         slots = self._advance(slots, rows, tokens, count, stopped)
         if self.mtp is not None:
             assert mtp_cache is not None
+            if self.model.streams is None:  # else the module takes the streams
+                recycled, lane_recycled = hidden, lane_hidden
             with jax.named_scope("draft"):
                 drafter = Drafter(self.model, self.config, self.bucket, self.mtp, self.plan)
                 slots, mtp_cache = drafter(
-                    slots, mtp_cache, rows, chunk, hidden, lane_hidden, tokens, accepted
+                    slots, mtp_cache, rows, chunk, recycled, lane_recycled, tokens, accepted
                 )
         offered = jnp.sum(rows.drafts >= 0, axis=1, dtype=jnp.int32)
         fields = jnp.stack([rows.slot, rows.generation, count, offered, accepted], axis=1)
@@ -190,12 +194,18 @@ class Head:
         last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         finished = stopped | (length + 1 >= self.plan.max_total[rows.slot])
         at = scatter_index(rows, slots)
-        shaping = slots.shaping
+        shaping, context = slots.shaping, slots.context
         if shaping is not None:
             shaping = note_emitted(shaping, rows, tokens, count, self.vocabulary)
+        if context is not None:
+            old = context[rows.slot]  # behind a prompt it is what comes before the first token emitted
+            read = jnp.concatenate([slots.last_token[rows.slot][:, None], tokens], axis=1)
+            moved = advance_context(old, read, count)
+            context = context.at[at].set(jnp.where(rows.in_chunk[:, None], old, moved), mode="drop")
         return dataclasses.replace(
             slots,
             shaping=shaping,
+            context=context,
             generation=slots.generation.at[at].set(rows.generation, mode="drop"),
             length=slots.length.at[at].set(length, mode="drop"),
             last_token=slots.last_token.at[at].set(last, mode="drop"),

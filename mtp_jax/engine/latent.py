@@ -40,13 +40,13 @@ def attend_all(
     """
 
     def block(table: jax.Array, q: jax.Array, positions: jax.Array) -> jax.Array:
-        rows = _pages(cache, table)  # B S R + Hr
+        rows = pages(cache, table)  # B S R + Hr
         seen = jnp.arange(rows.shape[1]) <= positions[:, :, None]  # B T S
         scores = product("btnr,bsr->btns", q, rows, out_dtype=jnp.float32) * scale
         weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, MASKED), axis=-1).astype(rows.dtype)
         return product("btns,bsr->btnr", weights, rows[..., :width])
 
-    return _by_blocks(block, cache, table, q, positions.reshape(-1))
+    return by_blocks(block, cache, table, q, positions.reshape(-1))
 
 
 def attend_chosen(
@@ -64,7 +64,7 @@ def attend_chosen(
         weights = jax.nn.softmax(scores, axis=-1).astype(rows.dtype)
         return product("btnj,btjr->btnr", weights, rows[..., :width])
 
-    return _by_blocks(block, cache, table, q, indices)
+    return by_blocks(block, cache, table, q, indices)
 
 
 def select(
@@ -87,13 +87,13 @@ def select(
     places, count = jnp.arange(length, dtype=jnp.int32), min(topk, length)
 
     def block(table: jax.Array, q: jax.Array, weights: jax.Array, positions: jax.Array) -> jax.Array:
-        scores = jax.nn.relu(product("btih,bsh->btis", q, _pages(cache, table), out_dtype=jnp.float32))
+        scores = jax.nn.relu(product("btih,bsh->btis", q, pages(cache, table), out_dtype=jnp.float32))
         scores = jnp.einsum("btis,bti->bts", scores, weights, precision=jax.lax.Precision.HIGHEST)
         seen = places <= positions[:, :, None]
         best, chosen = jax.lax.top_k(jnp.where(seen, scores, -jnp.inf), count)
         return jnp.where(best > -jnp.inf, chosen.astype(jnp.int32), -1)
 
-    chosen = _by_blocks(block, cache, table, q, weights, positions.reshape(-1))
+    chosen = by_blocks(block, cache, table, q, weights, positions.reshape(-1))
     return jnp.pad(chosen, ((0, 0), (0, topk - count)), constant_values=-1)
 
 
@@ -114,16 +114,16 @@ def _select_by_kernels(
 
     t = positions.shape[1]
     context = SCORES // min(t, SCORED)
-    return _by_blocks(block, cache, table, q, weights, positions.reshape(-1), block=SCORED, context=context)
+    return by_blocks(block, cache, table, q, weights, positions.reshape(-1), block=SCORED, context=context)
 
 
-def _pages(cache: jax.Array, table: jax.Array) -> jax.Array:
+def pages(cache: jax.Array, table: jax.Array) -> jax.Array:
     """Rows of all positions, [B, W * page, ...]."""
     b, w = table.shape
     return cache[table].reshape(b, w * cache.shape[1], *cache.shape[2:])
 
 
-def _by_blocks(
+def by_blocks(
     run: Callable[..., jax.Array],
     cache: jax.Array,
     table: jax.Array,

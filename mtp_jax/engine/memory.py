@@ -26,6 +26,7 @@ class Parts:
     embedding: int
     lm_head: int  # and the final norm, and the rows that drafts are chosen from; little where it is tied
     mtp: int
+    ngrams: int  # the table of hashed n-grams
     kv_page: int  # keys and values or latents of the trunk and of the MTP module
     indexer_page: int  # keys of indexers
     recurrent: int  # state of recurrent layers, by slot
@@ -38,7 +39,7 @@ class Parts:
 
     @property
     def weights(self) -> int:
-        return self.trunk + self.embedding + self.lm_head + self.mtp
+        return self.trunk + self.embedding + self.lm_head + self.mtp + self.ngrams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +122,7 @@ def measure(layout: WeightLayout, config: EngineConfig) -> Parts:
         embedding=_total(weights.embedding),
         lm_head=_total(head),
         mtp=_total(weights.mtp),
+        ngrams=_total(weights.ngrams),
         kv_page=kv_page,
         indexer_page=indexer_page,
         recurrent=recurrent,

@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.engine import latent, recurrent
+from mtp_jax.config import BlocksConfig
+from mtp_jax.engine import chosen, latent, recurrent
 from mtp_jax.models.delta import DeltaInputs, DeltaWeights
 from mtp_jax.models.delta_net import DeltaHeads
 from mtp_jax.models.layers import Cache, split_qkv
@@ -86,6 +87,26 @@ class PagedAttention:
         mixed = [_attend_segment(rows, keys, values, segment) for segment, rows in self._split(q)]
         return jnp.concatenate(mixed), (keys, values)
 
+    def grouped_chosen(
+        self, qkv: jax.Array, cache: Cache, indices: jax.Array, reused: bool
+    ) -> tuple[jax.Array, Cache]:
+        """See `Attend`."""
+        if not reused and not any(self._chooses(segment, indices) for segment in self.segments):
+            return self.grouped(qkv, cache)
+        q, k, v = split_qkv(qkv)
+        keys, values = self._written(cache, (k, v))
+        mixed = []
+        for segment, rows, places in self._split(q, indices):
+            if reused or self._chooses(segment, indices):
+                mixed.append(chosen.attend_chosen(rows, (keys, values), segment.table, places))
+            else:
+                mixed.append(_attend_segment(rows, keys, values, segment))
+        return jnp.concatenate(mixed), (keys, values)
+
+    def _chooses(self, segment: Segment, indices: jax.Array) -> bool:
+        """Where no context is longer than what a token chooses, it has chosen all of it."""
+        return segment.table.shape[1] * self.page_size > indices.shape[1]
+
     def latent(
         self,
         q: jax.Array,
@@ -99,11 +120,10 @@ class PagedAttention:
         """See `Attend`."""
         (cache,) = self._written((cache,), (row,))
         mixed = []
-        for segment, rows, *chosen in self._split(q, *(() if indices is None else (indices,))):
+        for segment, rows, *places in self._split(q, *(() if indices is None else (indices,))):
             table, positions = segment.table, segment.positions
-            # Where no context is longer than what a token chooses, it has chosen all of it.
-            if chosen and (reused or table.shape[1] * self.page_size > chosen[0].shape[1]):
-                mixed.append(latent.attend_chosen(rows, cache, table, chosen[0], scale, width))
+            if places and (reused or self._chooses(segment, places[0])):
+                mixed.append(latent.attend_chosen(rows, cache, table, places[0], scale, width))
             else:
                 mixed.append(latent.attend_all(rows, cache, table, positions, scale, width))
         return jnp.concatenate(mixed), cache
@@ -113,11 +133,42 @@ class PagedAttention:
     ) -> tuple[jax.Array, jax.Array]:
         """See `Attend`."""
         (cache,) = self._written((cache,), (key,))
-        chosen = [
+        places = [
             latent.select(rows, heads, cache, segment.table, segment.positions, topk)
             for segment, rows, heads in self._split(q, weights)
         ]
-        return jnp.concatenate(chosen), cache
+        return jnp.concatenate(places), cache
+
+    def select_blocks(
+        self,
+        q: jax.Array,
+        key: jax.Array,
+        cache: jax.Array,
+        blocks: BlocksConfig,
+        block_keys: Callable[[jax.Array, jax.Array], jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Attend`."""
+        (cache,) = self._written((cache,), (key,))
+        places = [
+            chosen.select_blocks(rows, cache, segment.table, segment.positions, blocks, block_keys)
+            for segment, rows in self._split(q)
+        ]
+        return jnp.concatenate(places), cache
+
+    def convolve(
+        self, x: jax.Array, weight: jax.Array, dilation: int, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """See `Attend`."""
+        outputs = []
+        for segment, rows in self._split(x):
+            rows, slot = rows.reshape(*segment.positions.shape, -1), self._slots(segment, cache)
+            if segment.stood is not None:
+                out, cache = recurrent.convolve_rows(rows, weight, dilation, cache, slot, segment.stood)
+            else:
+                place = self._chunk_place(segment)
+                out, cache = recurrent.convolve_chunk(rows, weight, dilation, cache, slot, *place)
+            outputs.append(out.reshape(-1, out.shape[2]))
+        return jnp.concatenate(outputs), cache
 
     def recurrent(
         self,
@@ -129,18 +180,27 @@ class PagedAttention:
         """See `Attend`."""
         outputs = []
         for segment, *rows in self._split(inputs.channels, inputs.b, inputs.a):
-            assert segment.slot is not None
-            shape = segment.positions.shape
-            here = DeltaInputs(*(row.reshape(*shape, -1) for row in rows))
-            slot = jnp.where(segment.limit > 0, segment.slot, cache[0].shape[0] - 1)  # or the sink
+            here = DeltaInputs(*(row.reshape(*segment.positions.shape, -1) for row in rows))
+            slot = self._slots(segment, cache)
             if segment.stood is not None:
                 out, cache = recurrent.run_rows(here, weights, heads, cache, slot, segment.stood)
             else:
-                first = segment.positions[:, 0]
-                count = jnp.clip(segment.limit - first, 0, shape[1])
-                out, cache = recurrent.run_chunk(here, weights, heads, cache, slot, count, first == 0)
+                place = self._chunk_place(segment)
+                out, cache = recurrent.run_chunk(here, weights, heads, cache, slot, *place)
             outputs.append(out.reshape(-1, *out.shape[2:]))
         return jnp.concatenate(outputs), cache
+
+    @staticmethod
+    def _slots(segment: Segment, cache: Cache) -> jax.Array:
+        """Where each row's state is, [B]: its slot, or the sink."""
+        assert segment.slot is not None
+        return jnp.where(segment.limit > 0, segment.slot, cache[0].shape[0] - 1)
+
+    @staticmethod
+    def _chunk_place(segment: Segment) -> tuple[jax.Array, jax.Array]:
+        """Tokens that a prompt chunk has, and whether it begins its prompt; [1] each."""
+        first = segment.positions[:, 0]
+        return jnp.clip(segment.limit - first, 0, segment.positions.shape[1]), first == 0
 
     def _written(self, cache: Cache, new: tuple[jax.Array, ...]) -> Cache:
         """The caches with a row for each token."""

@@ -101,6 +101,7 @@ def read_placed(source: PlacedDir, layout: WeightLayout, report: Callable[[int, 
         final_norm=found["final_norm"],
         mtp=found.get("mtp"),
         draft_head=found.get("draft_head"),
+        ngrams=found.get("ngrams"),
     )
 
 

@@ -84,6 +84,38 @@ def run_chunk(
     return outputs, (*_put(cache[:2], slot, (state, window)), *cache[2:])
 
 
+def convolve_rows(
+    x: jax.Array, weight: jax.Array, dilation: int, cache: Cache, slot: jax.Array, stood: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """A convolution of a round of decode rows x [B, T, A] -> ([B, T, A] fp32, cache).
+
+    Args:
+      weight: [A, taps].
+      cache: the slots' windows and the inputs of their last rounds.
+      slot, stood: as for `run_rows`.
+    """
+    window, journal = (_take(array, slot) for array in cache)
+    window = advance_window(window, journal, stood)
+    journal = journal.at[:, : x.shape[1]].set(x.astype(journal.dtype))
+    return causal_conv(window, x, weight, dilation), _put(cache, slot, (window, journal))
+
+
+def convolve_chunk(
+    x: jax.Array,
+    weight: jax.Array,
+    dilation: int,
+    cache: Cache,
+    slot: jax.Array,
+    count: jax.Array,
+    first: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """The same for a prompt chunk x [1, C, A]; other arguments as for `run_chunk`."""
+    window = _take(cache[0], slot)
+    window = jnp.where(first[:, None, None], jnp.zeros((), window.dtype), window)
+    mixed = causal_conv(window, x, weight, dilation)
+    return mixed, (*_put(cache[:1], slot, (advance_window(window, x, count),)), *cache[1:])
+
+
 def _rows(
     inputs: DeltaInputs,
     weights: DeltaWeights,

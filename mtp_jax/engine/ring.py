@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from mtp_jax.engine.buckets import Bucket
 from mtp_jax.engine.head import Head
 from mtp_jax.engine.leaving import Chunk, VerifyRows
+from mtp_jax.engine.ngrams import NgramTable, advance_context
 from mtp_jax.engine.paged import PagedAttention, Segment
 from mtp_jax.engine.plan_arrays import ChunkArrays, PlanArrays
 from mtp_jax.engine.state import Carry, EngineState, Flight, Lane
 from mtp_jax.models.layers import Cache, Rope, rope_tables
+from mtp_jax.models.streams import repeat_streams
 from sharding.mesh import DATA, STAGE
 from sharding.stage_plan import StagePlan
 
@@ -57,6 +59,7 @@ class Ring:
     head: Head
     plan: PlanArrays
     shares_experts: bool = False
+    ngrams: NgramTable | None = None  # None: the model has no n-gram embeddings
 
     @property
     def num_stages(self) -> int:
@@ -134,7 +137,7 @@ class Ring:
 
     def _enter_chunk(self, state: EngineState, index: jax.Array, new: ChunkArrays) -> EngineState:
         """Puts the tick's chunk into the lane and its embeddings before stage 0."""
-        lane, size = state.lane, self.bucket.chunk
+        lane, size, slots = state.lane, self.bucket.chunk, state.slots
         lane = Lane(
             slot=lane.slot.at[index].set(new.slot),
             generation=lane.generation.at[index].set(new.generation),
@@ -144,11 +147,31 @@ class Ring:
             tokens=lane.tokens.at[index, :size].set(new.tokens),
             live=lane.live.at[index].set(new.count > 0),
         )
-        x = state.lane_rows.x
-        embedded = self.head.vocabulary.embed(new.tokens).astype(x.dtype)
+        context = None
+        if slots.context is not None and self.ngrams is not None:
+            context = jnp.where(new.start == 0, self.ngrams.empty_context(), slots.context[new.slot])[None]
+            # A prompt's tokens stand: the next chunk, or what is emitted, comes behind them.
+            after = advance_context(context, new.tokens[None], new.count[None])[0]
+            at = jnp.where(new.count > 0, new.slot, slots.context.shape[0])
+            slots = dataclasses.replace(slots, context=slots.context.at[at].set(after, mode="drop"))
         first = jax.lax.axis_index(STAGE) == 0
-        x = x.at[0, :size].set(jnp.where(first, embedded, x[0, :size]))
-        return dataclasses.replace(state, lane=lane, lane_rows=dataclasses.replace(state.lane_rows, x=x))
+
+        def put(rows: jax.Array, embedded: jax.Array) -> jax.Array:
+            embedded = embedded[0].astype(rows.dtype)
+            return rows.at[0, :size].set(jnp.where(first, embedded, rows[0, :size]))
+
+        embedded = self._embed(new.tokens[None], context)
+        rows = _where_embedded(state.lane_rows, embedded, put)
+        return dataclasses.replace(state, slots=slots, lane=lane, lane_rows=rows)
+
+    def _embed(self, tokens: jax.Array, context: jax.Array | None) -> Carry:
+        """What tokens [B, T] enter stage 0 with, behind those of `context` [B, J] where that counts."""
+        vocabulary = self.head.vocabulary
+        x = vocabulary.embed(tokens.reshape(-1)).reshape(*tokens.shape, -1)
+        ngram = None
+        if self.ngrams is not None and context is not None:
+            ngram = self.ngrams.embed(tokens, context)
+        return Carry(repeat_streams(x, self.head.model), None, ngram)
 
     def _run_stage(self, state: EngineState, here: jax.Array) -> tuple[Carry, tuple[Cache, ...]]:
         """This stage's layers over its group and chunk: (carry [M, ...], caches)."""
@@ -262,8 +285,8 @@ class Ring:
         last = jax.lax.axis_index(STAGE) == self.num_stages - 1
         return jax.lax.psum(jnp.where(last, x, jnp.zeros((), x.dtype)), STAGE)
 
-    def _rebuild(self, state: EngineState, leaving: jax.Array) -> tuple[Flight, jax.Array]:
-        """Builds the leaving group anew from its slots. Returns (flight, embeddings [B, T, D])."""
+    def _rebuild(self, state: EngineState, leaving: jax.Array) -> tuple[Flight, Carry]:
+        """Builds the leaving group anew from its slots. Returns (flight, its embeddings [B, T, ...])."""
         plan, slots, k = self.plan, state.slots, self.head.config.num_speculative_tokens
         assigned = jax.lax.dynamic_index_in_dim(plan.rows, leaving, keepdims=False)  # B
         slot = jnp.maximum(assigned, 0)
@@ -278,7 +301,7 @@ class Ring:
             columns = jnp.arange(self.bucket.drafts)
             drafts = jnp.where(columns < offered[:, None], slots.drafts[slot, : columns.size], -1)
             tokens = jnp.concatenate([tokens, drafts], axis=1)
-        embedded = self.head.vocabulary.embed(tokens.reshape(-1)).reshape(*tokens.shape, -1)
+        embedded = self._embed(tokens, None if slots.context is None else slots.context[slot])
         # A step that verifies fewer drafts than its follower leaves the other columns without any. What the
         # follower then computes there, of a flight that it finds midway, is never accepted and never read.
         tokens = jnp.pad(tokens, ((0, 0), (0, k - self.bucket.drafts)), constant_values=-1)
@@ -297,16 +320,18 @@ class Ring:
         )
         return flight, embedded
 
-    def _pass_on(self, state: EngineState, carry: Carry, embedded: jax.Array) -> EngineState:
+    def _pass_on(self, state: EngineState, carry: Carry, embedded: Carry) -> EngineState:
         """Moves every stage's output to the next one, in one piece; the rebuilt group enters stage 0."""
         first = jax.lax.axis_index(STAGE) == 0
         forward = [(s, (s + 1) % self.num_stages) for s in range(self.num_stages)]
         sent, unpack = _packed(carry)
         arrived = unpack(jax.lax.ppermute(sent, STAGE, forward))
         rows = jax.tree.map(lambda x: self._split(x)[0], arrived)
-        rows = dataclasses.replace(rows, x=jnp.where(first, embedded.astype(rows.x.dtype), rows.x))
+        entering = _where_embedded(
+            rows, embedded, lambda old, new: jnp.where(first, new.astype(old.dtype), old)
+        )
         b, t, c = self.bucket.rows, self.bucket.drafts + 1, self.bucket.chunk
-        new_rows = jax.tree.map(lambda old, new: old.at[0, :b, :t].set(new), state.rows, rows)
+        new_rows = jax.tree.map(lambda old, new: old.at[0, :b, :t].set(new), state.rows, entering)
         lane = state.lane_rows
         if c:
             lane = jax.tree.map(lambda old, new: old.at[0, :c].set(self._split(new)[1]), lane, arrived)
@@ -315,20 +340,35 @@ class Ring:
 
 def _packed(carry: Carry) -> tuple[jax.Array, Callable[[jax.Array], Carry]]:
     """A carry as one array [M, ...], and what makes a carry of such an array: a message costs its latency."""
-    x, indices = carry.x, carry.indices
+    indices = carry.indices
+    values = [carry.x] if carry.ngram is None else [carry.x, carry.ngram]
+    widths = [value.shape[1] for value in values]
+    x = jnp.concatenate(values, axis=1)
+
+    def of_values(x: jax.Array, indices: jax.Array | None) -> Carry:
+        ngram = None if carry.ngram is None else x[:, widths[0] :]
+        return Carry(x[:, : widths[0]], indices, ngram)
+
     if indices is None:
-        return x, lambda sent: Carry(sent, None)
+        return x, lambda sent: of_values(sent, None)
     # As integers, for no bit of an index may be taken for a NaN's.
     word = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
     words = jax.lax.bitcast_convert_type(indices, word).reshape(indices.shape[0], -1)
-    width = x.shape[1]
 
     def unpack(sent: jax.Array) -> Carry:
-        halves = sent[:, width:].reshape(*indices.shape, *(() if word == jnp.uint32 else (2,)))
-        x_back = jax.lax.bitcast_convert_type(sent[:, :width], x.dtype)
-        return Carry(x_back, jax.lax.bitcast_convert_type(halves, jnp.int32))
+        halves = sent[:, sum(widths) :].reshape(*indices.shape, *(() if word == jnp.uint32 else (2,)))
+        x_back = jax.lax.bitcast_convert_type(sent[:, : sum(widths)], x.dtype)
+        return of_values(x_back, jax.lax.bitcast_convert_type(halves, jnp.int32))
 
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, word), words], axis=1), unpack
+
+
+def _where_embedded(rows: Carry, embedded: Carry, put: Callable[[jax.Array, jax.Array], jax.Array]) -> Carry:
+    """The rows with put(field, embedded field) for what embeddings say, the other fields as they are."""
+    ngram = rows.ngram
+    if ngram is not None and embedded.ngram is not None:
+        ngram = put(ngram, embedded.ngram)
+    return dataclasses.replace(rows, x=put(rows.x, embedded.x), ngram=ngram)
 
 
 def _skip_layer(carry: Carry, cache: Cache, rope: Rope, attend: PagedAttention) -> tuple[Carry, Cache]:

@@ -48,6 +48,8 @@ class Slots:
         jax.Array | None
     )  # U K Vd float32  log q up to a constant, split along Vd; None: one-hot drafts
     shaping: ShapingState | None = None  # there only in steps that shape logits
+    # U J int32: the tokens before last_token; in a prompt, those before its next chunk. None without n-grams
+    context: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -82,8 +84,9 @@ class Lane:
 class Carry:
     """What token rows take from one stage to the next."""
 
-    x: jax.Array  # ... D            residual stream
+    x: jax.Array  # ... D            residual stream; or ... S D, all of them
     indices: jax.Array | None  # ... J int32  positions of the last indexer; None where no stage needs them
+    ngram: jax.Array | None = None  # ... X  the tokens' n-gram embeddings; None: the model has none
 
 
 @jax.tree_util.register_dataclass
@@ -112,16 +115,18 @@ def state_specs(layout: WeightLayout, config: EngineConfig) -> EngineState:
     placement = layout.placement
     whole = stand_in(placement.spec("replica"))
     by_stage = stand_in(placement.spec("layer_stage", "replica"))
-    carry = Carry(by_stage, by_stage if layout.carries_indices else None)
     logits = stand_in(placement.spec("replica", None, "vocab")) if _keeps_logits(config) else None
     drafts = config.num_speculative_tokens > 0
+    ngrams = layout.model.ngram is not None
+    carry = Carry(by_stage, by_stage if layout.carries_indices else None, by_stage if ngrams else None)
+    slots = Slots(whole, whole, whole, whole if drafts else None, whole, whole, logits)
 
     def cache(rows: tuple[CacheRows, ...], *leading: str | None) -> Cache:
         entries = {"token": ("replica", None), "slot": ("replica",), "round": ("replica", None)}
         return tuple(stand_in(placement.spec(*leading, *entries[row.per], *row.axes)) for row in rows)
 
     return EngineState(
-        slots=Slots(whole, whole, whole, whole if drafts else None, whole, whole, logits),
+        slots=dataclasses.replace(slots, context=whole if ngrams else None),
         flight=Flight(whole, whole, whole, whole, whole, whole),
         lane=Lane(whole, whole, whole, whole, whole, whole, whole),
         rows=carry,
@@ -153,7 +158,8 @@ def state_shapes(layout: WeightLayout, config: EngineConfig) -> EngineState:
         indices = None
         if layout.carries_indices and model.indexer is not None:
             indices = array((*rows, model.indexer.topk))
-        return Carry(array((*rows, model.hidden_size), dtype), indices)
+        ngram = None if model.ngram is None else array((*rows, model.ngram.width), dtype)
+        return Carry(array((*rows, model.residual_width), dtype), indices, ngram)
 
     one = EngineState(  # a replica's
         slots=Slots(
@@ -164,6 +170,7 @@ def state_shapes(layout: WeightLayout, config: EngineConfig) -> EngineState:
             finished=array((u,), jnp.bool_),
             stood=array((u,)),
             draft_logits=array((u, k, draft_vocab), jnp.float32) if _keeps_logits(config) else None,
+            context=None if model.ngram is None else array((u, model.ngram.context)),
         ),
         flight=Flight(group, group, group, array((z, b, k + 1)), array((z, b), jnp.bool_), group),
         lane=Lane(lane, lane, lane, lane, lane, array((z, c)), array((z,), jnp.bool_)),

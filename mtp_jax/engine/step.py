@@ -13,17 +13,18 @@ from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.buckets import Bucket, Sampling
 from mtp_jax.engine.draft import MTP
 from mtp_jax.engine.head import Head
+from mtp_jax.engine.ngrams import NgramTable
 from mtp_jax.engine.plan_arrays import PLAN_SPEC, PlanArrays
 from mtp_jax.engine.ring import Ring, RunLayer
 from mtp_jax.engine.shaping_state import shaping_specs
-from mtp_jax.engine.state import Carry, EngineState, state_specs, with_shaping
+from mtp_jax.engine.state import EngineState, state_specs, with_shaping
 from mtp_jax.engine.trees import stand_in
 from mtp_jax.engine.vocabulary import Vocabulary
 from mtp_jax.engine.weights import WeightLayout, Weights
 from mtp_jax.models.block import LayerKind, layer_leaves
 from mtp_jax.models.layers import UNSPLIT, Around, SumOver
 from mtp_jax.models.leaves import merge
-from mtp_jax.models.registry import layer_kinds, make_layer, make_mtp
+from mtp_jax.models.registry import layer_kinds, make_final, make_layer, make_mtp
 from sharding.mesh import DATA, TENSOR
 from sharding.placement import HEAD_AXES
 
@@ -84,12 +85,16 @@ class Program:
             config=self.config,
             bucket=bucket,
             vocabulary=vocabulary,
-            final_norm=weights.final_norm,
+            final_norm=make_final(layout.model, layout.dtype, weights.final_norm),
             mtp=self._mtp(weights, vocabulary),
             plan=plan,
         )
+        ngrams = None
+        if weights.ngrams is not None and layout.model.ngram is not None:
+            whole = "ngram_parts" in layout.placement.replicated
+            ngrams = NgramTable(weights.ngrams, layout.model.ngram, whole)
         runners = self._layer_runners()
-        return Ring(bucket, layout.plan, layers, runners, head, plan, self._shares_experts)
+        return Ring(bucket, layout.plan, layers, runners, head, plan, self._shares_experts, ngrams)
 
     @property
     def _shares_experts(self) -> bool:
@@ -105,26 +110,34 @@ class Program:
         return tuple(tuple(runners[pair] for pair in stages) for stages in runs)
 
     def _layer_runner(self, kind: LayerKind, runs: LayerKind | None) -> RunLayer | None:
-        """Runs a layer of a slot of this kind; a layer without an indexer may lie in a slot that has one."""
+        """Runs a layer of a slot of this kind; a layer without an indexer may lie in a slot that has one.
+
+        Likewise one without n-grams.
+        """
         if runs is None:
             return None
         structure = make_layer(self.layout.model, kind, self.layout.dtype)
         table = layer_leaves(self.layout.model, kind)
-        heads = {"grouped": "kv_heads", "delta": "key_heads"}.get(kind.attention, "heads")
+        heads = {"grouped": "kv_heads", "blocks": "kv_heads", "delta": "key_heads"}
+        heads = heads.get(kind.attention, "heads")
         sum_attention, sum_ffn = (self._sum_over(name, (TENSOR,)) for name in (heads, "ffn"))
         sum_experts = self._sum_over("experts", (TENSOR,))
         if self._shares_experts:
             sum_experts = SumOver((DATA, TENSOR), rows=(DATA,))
 
         reuse = runs.attention != kind.attention
+        carries = self.layout.model.indexer is not None
 
         @jax.jit
         def layer(leaves, carry, cache, rope, attend):
             around = Around(
                 rope, attend, sum_attention, sum_ffn, sum_experts, kernels=True, reuse_indices=reuse
             )
+            if runs.ngrams:
+                around = dataclasses.replace(around, ngram=carry.ngram)
             x, indices, cache = merge(structure, table, leaves)(carry.x, carry.indices, cache, around)
-            return Carry(x, indices), cache
+            # Positions that each layer chooses for itself go no further.
+            return dataclasses.replace(carry, x=x, indices=indices if carries else None), cache
 
         return layer
 
@@ -159,6 +172,8 @@ class Program:
 def dividing_sizes(model: ModelConfig) -> dict[str, int]:
     """Sizes of the logical axes that a mesh may fail to divide; `make_placement` then replicates them."""
     sizes = {"mtp_out": model.hidden_size}
+    if model.ngram is not None:
+        sizes["ngram_parts"] = model.ngram.parts
     if model.delta is not None:
         sizes["key_heads"] = model.delta.num_key_heads
     has_dense = any(kind.ffn == "dense" for kind in layer_kinds(model))

@@ -16,11 +16,12 @@ from mtp_jax.engine.vocabulary import DraftHead
 from mtp_jax.loading.mtp_head import DRAFT_VOCAB_IDS
 from mtp_jax.models.block import LayerKind, layer_caches, layer_leaves
 from mtp_jax.models.layers import CacheRows
-from mtp_jax.models.leaves import Leaf, Read, norm
+from mtp_jax.models.leaves import Leaf, Read
+from mtp_jax.models.ngram import table_leaf
 from mtp_jax.models.registry import (
     EMBEDDING,
-    FINAL_NORM,
     LM_HEAD,
+    final_leaves,
     layer_kinds,
     layer_prefix,
     mtp_prefix,
@@ -40,9 +41,10 @@ class Weights:
     trunk: tuple[tuple[jax.Array, ...], ...]  # per layer slot, each leaf with a leading stage axis
     embedding: jax.Array  # V D, rows spread over the head's devices
     lm_head: jax.Array | None  # V D likewise; None where the model ties it to the embedding
-    final_norm: jax.Array  # D
+    final_norm: tuple[jax.Array, ...]  # leaves of `final_leaves`
     mtp: tuple[jax.Array, ...] | None  # None where the engine drafts nothing
     draft_head: DraftHead | None  # None where drafts are chosen among all rows of the LM head
+    ngrams: jax.Array | None = None  # `table_leaf`; None: the model has no n-gram embeddings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +88,12 @@ class WeightLayout:
         return tuple(self.slot_leaves(slot) for slot in range(self.plan.num_slots))
 
     @property
-    def _final_norm(self) -> Leaf:
-        return norm("final_norm", self.model.hidden_size, FINAL_NORM, self.model.zero_centred_norms)
+    def _final_leaves(self) -> tuple[Leaf, ...]:
+        return final_leaves(self.model)
+
+    @property
+    def _ngram_leaf(self) -> Leaf | None:
+        return None if self.model.ngram is None else table_leaf(self.model)
 
     @property
     def mtp_leaves(self) -> tuple[Leaf, ...]:
@@ -123,9 +129,10 @@ class WeightLayout:
             ),
             embedding=rows,
             lm_head=None if self.model.tie_word_embeddings else rows,
-            final_norm=spec(None),
+            final_norm=tuple(spec(*leaf.axes) for leaf in self._final_leaves),
             mtp=tuple(spec(*leaf.axes) for leaf in self.mtp_leaves) if self.with_mtp else None,
             draft_head=DraftHead(rows, spec("vocab")) if self.draft_vocab else None,
+            ngrams=None if self._ngram_leaf is None else spec(*self._ngram_leaf.axes),
         )
 
     def shapes(self) -> Weights:
@@ -142,11 +149,12 @@ class WeightLayout:
             ),
             embedding=rows,
             lm_head=None if self.model.tie_word_embeddings else rows,
-            final_norm=array(self.model.hidden_size, dtype=self._final_norm.dtype),
+            final_norm=tuple(array(*leaf.shape, dtype=leaf.dtype) for leaf in self._final_leaves),
             mtp=tuple(array(*leaf.shape, dtype=leaf.dtype) for leaf in self.mtp_leaves)
             if self.with_mtp
             else None,
             draft_head=self._draft_head_shapes(),
+            ngrams=None if self._ngram_leaf is None else array(*self._ngram_leaf.shape),
         )
 
     def _draft_head_shapes(self) -> DraftHead | None:
@@ -202,8 +210,11 @@ class WeightLayout:
                 place(_padded_rows(outputs[ids], few), like.rows, spec.rows),
                 place(padded_ids, like.ids, spec.ids),
             )
-        final_norm = place(self._final_norm.read(read, ""), shapes.final_norm, specs.final_norm)
-        mtp = None
+        rows = zip(self._final_leaves, shapes.final_norm, specs.final_norm, strict=True)
+        final_norm = tuple(place(_LeafReader(leaf, read, names).whole, *of) for leaf, *of in rows)
+        ngrams = mtp = None
+        if self._ngram_leaf is not None and shapes.ngrams is not None and specs.ngrams is not None:
+            ngrams = place(_LeafReader(self._ngram_leaf, read, names).whole, shapes.ngrams, specs.ngrams)
         if shapes.mtp is not None and specs.mtp is not None:
             assert read_mtp is not None
             rows = zip(self.mtp_leaves, shapes.mtp, specs.mtp, strict=True)
@@ -212,7 +223,7 @@ class WeightLayout:
                 for leaf, *of in rows
             )
         report(total, total)
-        return Weights(tuple(trunk), embedding, lm_head, final_norm, mtp, draft_head)
+        return Weights(tuple(trunk), embedding, lm_head, final_norm, mtp, draft_head, ngrams)
 
     def _stage_reader(self, read: Read, names: frozenset[str], leaf: Leaf, slot: int) -> ReadPart:
         """Reads parts of the leaves of all stages in a layer slot."""
@@ -261,6 +272,10 @@ class _LeafReader:
     def __init__(self, leaf: Leaf, read: Read, names: frozenset[str]):
         self._leaf, self._read, self._names = leaf, read, names
         self._last: tuple[str, np.ndarray] | None = None
+
+    def whole(self, index: tuple[slice, ...]) -> np.ndarray:
+        """This part of a leaf whose tensors have whole names."""
+        return self.part("", index)
 
     def part(self, prefix: str, index: tuple[slice, ...]) -> np.ndarray:
         """This part of the leaf; of experts that are stored one by one, only those are read."""

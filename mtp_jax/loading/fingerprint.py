@@ -8,6 +8,7 @@ import numpy as np
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.loading.source import WeightSource
+from mtp_jax.models.registry import final_leaves
 
 # What makes a model the same one, whatever file it is stored in: limits of use and stop tokens do not.
 _IRRELEVANT = ("max_position_embeddings", "num_nextn_predict_layers", "eos_token_ids")
@@ -23,9 +24,11 @@ def target_fingerprint(source: WeightSource) -> str:
     """16 hexadecimal digits: the configuration's shaping fields and the weights of the final norm.
 
     The final norm is small, and no two trainings give the same one. It is taken in float32, so the same
-    weights stored in another type that holds them exactly give the same digits.
+    weights stored in another type that holds them exactly give the same digits. Where a mixer of residual
+    streams takes its place, the norm is the mixer's.
     """
-    return fingerprint(source.config, source.read("model.norm.weight"))
+    norm = final_leaves(source.config)[0].stored[0].tensors[0][0]
+    return fingerprint(source.config, source.read(norm))
 
 
 def fingerprint(config: ModelConfig, final_norm: np.ndarray) -> str:

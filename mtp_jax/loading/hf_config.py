@@ -5,11 +5,14 @@ from pathlib import Path
 from mtp_jax.config import ExpertsConfig, ModelConfig, RopeScaling
 from mtp_jax.loading.hf_fields import Fields, read_json
 from mtp_jax.loading.hf_parts import (
+    blocks_config,
     delta_config,
     experts_config,
     indexer_config,
     latent_config,
+    ngram_config,
     qwen_experts_config,
+    streams_config,
 )
 from mtp_jax.loading.source import MAX_LAYERS
 from mtp_jax.models.registry import FAMILIES
@@ -18,9 +21,11 @@ _BIASED = ("qwen2", "mimo")  # q, k and v have biases whatever the configuration
 _LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 _INDEXED = ("deepseek_v32", "glm_moe_dsa")
 _EXPERTS = (*_LATENT, "glm4_moe")
-_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+_QWEN_EXPERTS = ("qwen3_next", "qwen3_5_moe", "qwen4_exp")
+_TEXT_ONLY = "_text"  # at the end of a type: exports without the parts for images
 _OUTER = ("model_type", "tie_word_embeddings")  # where parts for images are beside the text's
-_PARTIAL = {"glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5": 0.25, "qwen3_5_moe": 0.25}  # rotated, by default
+_PARTIAL = {"glm4_moe": 0.5} | dict.fromkeys(_DELTA, 0.25)  # rotated, by default
 
 
 def config_from_directory(directory: Path) -> ModelConfig:
@@ -32,13 +37,8 @@ def config_from_directory(directory: Path) -> ModelConfig:
     fields = Fields("config.json", read_json(directory / "config.json"))
     generation = directory / "generation_config.json"
     extra = Fields(generation.name, read_json(generation) if generation.is_file() else {})
-    model_type = fields.values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise fields.fail("model_type", "one of " + ", ".join(FAMILIES))
-    if "text_config" in fields.values:  # beside it are the parts for images
-        inner = fields.mapping("text_config")
-        outer = {key: fields.values[key] for key in _OUTER if key in fields.values}
-        fields = Fields(inner.where, dict(inner.values) | outer)
+    fields = _text_fields(fields)
+    model_type = str(fields.values["model_type"])
     _refuse_features(fields)
     heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads = fields.integer("num_key_value_heads", heads)
@@ -53,14 +53,14 @@ def config_from_directory(directory: Path) -> ModelConfig:
     layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     latent = latent_config(fields) if model_type in _LATENT else None
     return ModelConfig(
-        model_type=str(model_type),
+        model_type=model_type,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size", 1 if model_type == "qwen3_5_moe" else None),
+        intermediate_size=fields.integer("intermediate_size", 1 if model_type in _QWEN_EXPERTS[1:] else None),
         rope_theta=_rope_theta(fields),
         rope_scaling=_rope_scaling(fields),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
@@ -72,12 +72,30 @@ def config_from_directory(directory: Path) -> ModelConfig:
         rotary_dim=_rotary_dim(fields, head_dim),
         qk_norm=model_type in _DELTA or fields.flag("use_qk_norm"),
         latent=latent,
-        indexer=indexer_config(fields, layers, str(model_type)) if model_type in _INDEXED else None,
+        indexer=indexer_config(fields, layers, model_type) if model_type in _INDEXED else None,
         experts=_experts(fields, layers),
         delta=delta_config(fields, layers) if model_type in _DELTA else None,
         output_gate=model_type in _DELTA,
         zero_centred_norms=model_type in _DELTA,
+        blocks=blocks_config(fields, _rotary_dim(fields, head_dim) or head_dim)
+        if model_type == "qwen4_exp"
+        else None,
+        streams=streams_config(fields) if model_type == "qwen4_exp" else None,
+        ngram=ngram_config(fields, layers) if model_type == "qwen4_exp" else None,
     )
+
+
+def _text_fields(fields: Fields) -> Fields:
+    """The text model's fields under its family's `model_type`, with or without parts for images beside it."""
+    model_type = fields.values.get("model_type")
+    family = model_type.removesuffix(_TEXT_ONLY) if isinstance(model_type, str) else None
+    if family not in FAMILIES or (family != model_type and family not in _DELTA):
+        raise fields.fail("model_type", "one of " + ", ".join(FAMILIES))
+    if "text_config" in fields.values:
+        inner = fields.mapping("text_config")
+        outer = {key: fields.values[key] for key in _OUTER if key in fields.values}
+        fields = Fields(inner.where, dict(inner.values) | outer)
+    return Fields(fields.where, dict(fields.values) | {"model_type": family})
 
 
 def _mtp_modules(fields: Fields) -> int:
@@ -96,7 +114,7 @@ def mtp_count_field(model_type: str) -> str:
 def _experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     if fields.values["model_type"] in _EXPERTS:
         return experts_config(fields, layers)
-    if fields.values["model_type"] in ("qwen3_next", "qwen3_5_moe"):
+    if fields.values["model_type"] in _QWEN_EXPERTS:
         return qwen_experts_config(fields, layers)
     return None
 
@@ -111,7 +129,8 @@ def _refuse_features(fields: Fields) -> None:
         fields.must_be("use_qk_norm", (False, None))
     if model_type in _DELTA:
         fields.must_be("attn_output_gate", (True, None))
-        fields.must_be("output_gate_type", ("swish", "silu", None))
+        gates = ("swish", "silu", None) if model_type != "qwen4_exp" else ("sigmoid", "silu", "swish", None)
+        fields.must_be("output_gate_type", gates)
         fields.must_be("attention_bias", (False, None))
         fields.must_be("mtp_use_dedicated_embeddings", (False, None))
     if model_type == "llama" or model_type in _LATENT:

@@ -1,7 +1,16 @@
 """Parts of `config.json` that some families have: latent attention, indexers, experts."""
 
-from mtp_jax.config import DeltaConfig, ExpertsConfig, IndexerConfig, LatentConfig
+from mtp_jax.config import (
+    BlocksConfig,
+    DeltaConfig,
+    ExpertsConfig,
+    IndexerConfig,
+    LatentConfig,
+    NgramConfig,
+    StreamsConfig,
+)
 from mtp_jax.loading.hf_fields import Fields
+from mtp_jax.models.ngram import hash_constants
 
 
 def latent_config(fields: Fields) -> LatentConfig:
@@ -10,7 +19,7 @@ def latent_config(fields: Fields) -> LatentConfig:
     if rope % 2:
         raise fields.fail("qk_rope_head_dim", "an even number")
     return LatentConfig(
-        q_rank=fields.integer("q_lora_rank"),
+        q_rank=None if fields.get("q_lora_rank") is None else fields.integer("q_lora_rank"),
         kv_rank=fields.integer("kv_lora_rank"),
         nope_dim=fields.integer("qk_nope_head_dim"),
         rope_dim=rope,
@@ -25,6 +34,7 @@ def indexer_config(fields: Fields, layers: int, model_type: str) -> IndexerConfi
     `indexer_types` says so if it is there, else `index_topk_pattern` ("F" or "S" a layer), else every
     `index_topk_freq`-th layer from `index_skip_topk_offset` on (GLM-5.2); by default every layer.
     """
+    fields.integer("q_lora_rank")  # the indexer's queries are made of the latent
     width, rope = fields.integer("index_head_dim"), fields.integer("qk_rope_head_dim")
     if width < rope:
         raise fields.fail("index_head_dim", f"at least qk_rope_head_dim, {rope}")
@@ -124,4 +134,64 @@ def delta_config(fields: Fields, layers: int) -> DeltaConfig:
         value_width=fields.integer("linear_value_head_dim"),
         conv_taps=fields.integer("linear_conv_kernel_dim", least=2),
         layers=tuple(kind == kinds[0] for kind in types),
+        gate="sigmoid" if fields.get("output_gate_type") == "sigmoid" else "silu",
+    )
+
+
+def blocks_config(fields: Fields, rotated: int) -> BlocksConfig | None:
+    """The indexer over blocks of tokens; None: full attention layers have none."""
+    if fields.get("indexer_n_heads") is None:
+        return None
+    fields.must_be("indexer_kv_heads", (1,))
+    width, block = fields.integer("indexer_head_dim"), fields.integer("indexer_compress_ratio")
+    if width < rotated:
+        raise fields.fail("indexer_head_dim", f"at least the rotated features of a head, {rotated}")
+    return BlocksConfig(
+        num_heads=fields.integer("indexer_n_heads"),
+        head_dim=width,
+        budget=fields.integer("indexer_budget", least=block) // block * block,
+        block=block,
+    )
+
+
+def streams_config(fields: Fields) -> StreamsConfig:
+    """Residual streams and the gates between them."""
+    return StreamsConfig(fields.integer("hc_count", 4, least=2), fields.integer("hc_lowrank", 320))
+
+
+def ngram_config(fields: Fields, layers: int) -> NgramConfig | None:
+    """The hashed n-gram embedding, whose constants are computed as the published code does; None: none."""
+    ids = fields.ids("ple_layer_ids")  # from one
+    if not ids:
+        return None
+    first, *others = ids
+    if others or not 1 <= first <= layers:
+        raise fields.fail("ple_layer_ids", f"one layer, 1 to {layers}")
+    order, heads = fields.integer("ngram_size", 3, least=2), fields.integer("heads_per_ngram", 8)
+    width = fields.integer("ple_embed_dim", fields.integer("hidden_size"))
+    if width % ((order - 1) * heads):
+        raise fields.fail("ple_embed_dim", f"a multiple of {(order - 1) * heads}, the heads of all n-grams")
+    base, seed = fields.integer("ngram_vocab_size_base", 20_000_000), fields.integer("seed", 1234, least=0)
+    multipliers, sizes = hash_constants(fields.integer("vocab_size"), order, heads, base, seed)
+    divisor, parts = (
+        fields.integer("make_ngram_vocab_size_divisible_by", 128),
+        fields.integer("split_ngram_parts", 512),
+    )
+    rows = -(-sum(sizes) // divisor) * divisor
+    if rows % parts:
+        raise fields.fail("split_ngram_parts", f"a divisor of the table's {rows} rows")
+    ends = fields.ids("eos_token_id")
+    if not ends:
+        raise fields.fail("eos_token_id", "a token id, where n-grams end")
+    return NgramConfig(
+        layer=first - 1,
+        order=order,
+        heads=heads,
+        width=width,
+        conv_taps=fields.integer("ple_conv_kernel_size", 4, least=2),
+        multipliers=multipliers,
+        sizes=sizes,
+        rows=rows,
+        parts=parts,
+        eos=next(iter(ends)),
     )

@@ -7,7 +7,7 @@ float32 and results are bfloat16: they hold every code of 4 or 8 bits, and half 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 import ml_dtypes
@@ -55,18 +55,23 @@ class Format(Protocol):
 class LogicalTensors:
     """Plain tensors over stored ones: what is quantised is dequantised when it is read.
 
+    Args:
+      stored: the files.
+      quantised: how weights are quantised; None: none is.
+      integers: names of plain tensors that need not be floats.
+
     Raises:
       CheckpointError: names a tensor that is neither plain nor, with others, a whole quantised weight.
     """
 
-    def __init__(self, stored: TensorFiles, quantised: Format | None = None):
+    def __init__(self, stored: TensorFiles, quantised: Format | None = None, integers: Collection[str] = ()):
         self.stored = stored
         self._made = quantised.weights(stored) if quantised is not None else {}
         parts = {part for weight in self._made.values() for part in weight.parts}
         self._plain = set(stored.names()) - parts
         if quantised is not None:
             self._plain = {name for name in self._plain if not _UNUSED.search(name)}
-        for name in sorted(self._plain):
+        for name in sorted(self._plain - set(integers)):
             self._check_plain(name)
 
     @property

@@ -14,6 +14,7 @@ from mtp_jax.loading.names import canonical_name
 from mtp_jax.loading.quantised import RESULT, LogicalTensors
 from mtp_jax.loading.source import check_shapes, count_text
 from mtp_jax.loading.tensor_files import TensorFiles
+from mtp_jax.models.ngram import constant_tensors
 from mtp_jax.models.registry import expected_tensors, mtp_prefix, optional_tensors
 from mtp_jax.text import Tokenizer
 from mtp_jax.text.from_hf import tokenizer_from_directory
@@ -42,11 +43,12 @@ class SafetensorsDir(LogicalTensors):
         if stored.left_out:
             left_out = len(stored.left_out)
             log.info("%s: %d tensors of images and video are not read", self.directory, left_out)
-        super().__init__(stored, format_of(self.directory))
+        super().__init__(stored, format_of(self.directory), constant_tensors(self.config))
         self.drop([name for name in self.names() if self._is_unused(name)])
         self._check_mtp()
         expected = expected_tensors(self.config, self.names())
         check_shapes(self.directory.name, expected, self.shapes, optional_tensors(self.config))
+        self._check_constants()
         self._tokenizer: Tokenizer | None = None
         self._lock = threading.Lock()
 
@@ -92,6 +94,17 @@ class SafetensorsDir(LogicalTensors):
         if modules and not stored:
             log.warning("%s has no MTP weights (%s*), though config.json says so", self.directory, prefix)
             self.config = dataclasses.replace(self.config, num_nextn_predict_layers=0)
+
+    def _check_constants(self) -> None:
+        """The hash of n-grams is computed from config.json; what the weights say of it must be the same."""
+        for name, values in constant_tensors(self.config).items():
+            if name in self.names():
+                stored = tuple(int(value) for value in self.read(name))
+                if stored != values:
+                    raise CheckpointError(
+                        f"{self.directory.name}: {name}", stored, f"{values}, by config.json"
+                    )
+                self.drop([name])
 
 
 def _size(count: int) -> str:

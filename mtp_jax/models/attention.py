@@ -29,7 +29,7 @@ class GroupedAttention(nnx.Module):
             return nnx.Param(make(table[name].shape, table[name].dtype or dtype))
 
         self.eps = config.rms_norm_eps
-        self.input_norm = parameter("input_norm")
+        self.input_norm = parameter("input_norm") if config.streams is None else None
         self.qkv, self.o = parameter("qkv"), parameter("o")
         self.qkv_bias = parameter("qkv_bias") if config.attention_bias else None
         self.q_norm = parameter("q_norm") if config.qk_norm else None
@@ -40,21 +40,36 @@ class GroupedAttention(nnx.Module):
     def __call__(
         self, x: jax.Array, indices: jax.Array | None, cache: Cache, around: Around
     ) -> tuple[jax.Array, jax.Array | None, Cache]:
-        """x [M, D] -> (x + attention [M, D], indices as they came, cache)."""
-        mixed, cache = around.attend.grouped(self._qkv(x, around), cache)
+        """x [M, D] -> (x + attention [M, D], positions attended to or indices as they came, cache).
+
+        Without a norm of its own the block takes what hyper-connections give, and returns no sum with it.
+        """
+        mixed, indices, cache = self._attend(x, self._qkv(x, around), indices, cache, around)
         if self.gate is not None:
-            gate = linear(rms_norm(x, self.input_norm[...], self.eps), self.gate[...])  # M G Q H
-            mixed = mixed * jax.nn.sigmoid(gate)
+            mixed = mixed * jax.nn.sigmoid(linear(self._normed(x), self.gate[...]))  # M G Q H
         mixed, o = mixed.reshape(x.shape[0], -1), self.o[...].reshape(x.shape[1], -1)
-        return project_add(mixed, o, x, around.sum_attention, around.kernels), indices, cache
+        residual = None if self.input_norm is None else x
+        return project_add(mixed, o, residual, around.sum_attention, around.kernels), indices, cache
+
+    def _attend(
+        self, x: jax.Array, qkv: jax.Array, indices: jax.Array | None, cache: Cache, around: Around
+    ) -> tuple[jax.Array, jax.Array | None, Cache]:
+        """Over the whole context: (mixed values [M, G, Q, H], indices, cache)."""
+        del x
+        mixed, cache = around.attend.grouped(qkv, cache)
+        return mixed, indices, cache
+
+    def _normed(self, x: jax.Array) -> jax.Array:
+        return x if self.input_norm is None else rms_norm(x, self.input_norm[...], self.eps)
 
     def _qkv(self, x: jax.Array, around: Around) -> jax.Array:
         """[M, G, Q + 2, H], queries and keys rotated."""
         bias = None if self.qkv_bias is None else self.qkv_bias[...]
-        norm, weight = self.input_norm[...], self.qkv[...]
-        if self.whole_rotation and self.q_norm is None:
+        weight = self.qkv[...]
+        if self.whole_rotation and self.q_norm is None and self.input_norm is not None:
+            norm = self.input_norm[...]
             return norm_qkv_rope(x, norm, weight, bias, around.rope, self.eps, around.kernels)
-        qkv = linear(rms_norm(x, norm, self.eps), weight)
+        qkv = linear(self._normed(x), weight)
         if bias is not None:
             qkv = qkv + bias
         q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
@@ -69,10 +84,11 @@ class GroupedAttention(nnx.Module):
         n = config.num_attention_heads
         q = n // g
         leaves = [
-            norm("input_norm", d, "input_layernorm.weight", config.zero_centred_norms),
             _qkv_leaf("qkv", "weight", config, (d,)),
             plain("o", (d, g, q, h), (None, "kv_heads", None, None), "self_attn.o_proj.weight", (d, n * h)),
         ]
+        if config.streams is None:
+            leaves.insert(0, norm("input_norm", d, "input_layernorm.weight", config.zero_centred_norms))
         if config.attention_bias:
             leaves.append(_qkv_leaf("qkv_bias", "bias", config, ()))
         if config.qk_norm:

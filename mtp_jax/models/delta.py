@@ -25,22 +25,26 @@ class DeltaAttention(nnx.Module):
             return nnx.Param(make(table[name].shape, table[name].dtype or dtype))
 
         self.eps = config.rms_norm_eps
-        self.input_norm = parameter("input_norm")
+        self.input_norm = parameter("input_norm") if config.streams is None else None
         self.qkv, self.z = parameter("qkv"), parameter("z")
         self.b, self.a = parameter("b"), parameter("a")
         self.conv, self.a_log, self.dt_bias = parameter("conv"), parameter("a_log"), parameter("dt_bias")
         self.out_norm, self.o = parameter("out_norm"), parameter("o")
         self.heads = heads_of(config)
+        self.sigmoid_gate = _delta(config).gate == "sigmoid"
 
     def __call__(
         self, x: jax.Array, indices: jax.Array | None, cache: Cache, around: Around
     ) -> tuple[jax.Array, jax.Array | None, Cache]:
-        """x [M, D] -> (x + the net's output [M, D], indices as they came, cache)."""
+        """x [M, D] -> (x + the net's output [M, D], indices as they came, cache).
+
+        Without a norm of its own it takes what hyper-connections give, and returns no sum with it.
+        """
         m, groups = x.shape[0], self.qkv.shape[0]
         heads = dataclasses.replace(
             self.heads, num_key_heads=groups, num_value_heads=groups * self.b.shape[1]
         )
-        normed = rms_norm(x, self.input_norm[...], self.eps)
+        normed = x if self.input_norm is None else rms_norm(x, self.input_norm[...], self.eps)
         channels = self._by_part(linear(normed, self.qkv[...]), heads)
         b, a = (linear(normed, weight[...]).reshape(m, -1) for weight in (self.b, self.a))
         weights = DeltaWeights(
@@ -50,9 +54,10 @@ class DeltaAttention(nnx.Module):
         )
         out, cache = around.attend.recurrent(DeltaInputs(channels, b, a), weights, heads, cache)
         z = linear(normed, self.z[...]).reshape(out.shape)
-        out = gated_rms_norm(out, z, self.out_norm[...], self.eps).reshape(m, -1)
-        x = project_add(out, self.o[...].reshape(x.shape[1], -1), x, around.sum_attention, around.kernels)
-        return x, indices, cache
+        activation = jax.nn.sigmoid if self.sigmoid_gate else jax.nn.silu
+        out = gated_rms_norm(out, z, self.out_norm[...], self.eps, activation).reshape(m, -1)
+        residual, o = None if self.input_norm is None else x, self.o[...].reshape(x.shape[1], -1)
+        return project_add(out, o, residual, around.sum_attention, around.kernels), indices, cache
 
     @staticmethod
     def _by_part(grouped: jax.Array, heads: DeltaHeads) -> jax.Array:
@@ -82,8 +87,9 @@ class DeltaAttention(nnx.Module):
             0,
             _grouped_order(heads),
         )
+        before = norm("input_norm", d, "input_layernorm.weight", config.zero_centred_norms)
         return (
-            norm("input_norm", d, "input_layernorm.weight", config.zero_centred_norms),
+            *((before,) if config.streams is None else ()),
             Leaf(("qkv",), (i, 2 * x + j * y, d), split, packed["qkv"]),
             Leaf(("z",), (i, j * y, d), split, packed["z"]),
             Leaf(("b",), (i, j, d), split, packed["b"]),

@@ -66,10 +66,12 @@ class Experts(nnx.Module):
         self.shared_gate = parameter("shared_gate")
 
     def __call__(self, x: jax.Array, around: Around) -> jax.Array:
-        """x [M, D] -> x + ffn [M, D]."""
-        assert self.post_norm is not None and self.router is not None
-        assert self.gate_up is not None and self.down is not None
-        normed = rms_norm(x, self.post_norm[...], self.eps)
+        """x [M, D] -> x + ffn [M, D].
+
+        Without a norm of its own it takes what hyper-connections give, and returns no sum with it.
+        """
+        assert self.router is not None and self.gate_up is not None and self.down is not None
+        normed = x if self.post_norm is None else rms_norm(x, self.post_norm[...], self.eps)
         with jax.named_scope("router"):
             rows = around.sum_experts.gather(normed)
             wide = rows.astype(jnp.float32)
@@ -79,7 +81,8 @@ class Experts(nnx.Module):
         with jax.named_scope("experts"):
             first = around.sum_experts.index() * self.gate_up.shape[0]
             out = experts_ffn(rows, chosen - first, weights, self.gate_up[...], self.down[...])
-            x = x + around.sum_experts(out).astype(x.dtype)
+            out = around.sum_experts(out).astype(x.dtype)
+            x = out if self.post_norm is None else x + out
         if self.shared_gate_up is None or self.shared_down is None:
             return x
         with jax.named_scope("shared_expert"):
@@ -96,11 +99,14 @@ class Experts(nnx.Module):
         e, f, shared = experts.num_experts, experts.width, experts.shared_width
         down = whole("mlp.experts.{e}.down_proj.weight", (d, f)), whole("mlp.experts.down_proj", (e, d, f))
         leaves = [
-            norm("post_norm", d, "post_attention_layernorm.weight", config.zero_centred_norms),
             plain("router", (e, d), (None, None), "mlp.gate.weight"),
             _expert_gate_up(e, f, d),
             Leaf(("down",), (e, d, f), ("experts", None, None), down),
         ]
+        if config.streams is None:
+            leaves.insert(
+                0, norm("post_norm", d, "post_attention_layernorm.weight", config.zero_centred_norms)
+            )
         if experts.scoring == "sigmoid":
             bias = plain("router_bias", (e,), (None,), "mlp.gate.e_score_correction_bias")
             leaves.append(dataclasses.replace(bias, dtype=jnp.dtype("float32")))

@@ -10,6 +10,7 @@ gradient, so only the engine asks for them.
 import contextlib
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import jax
@@ -19,6 +20,7 @@ from mtp_jax.config import ModelConfig, RopeScaling
 from pallas_kernels import few_rows
 
 if TYPE_CHECKING:
+    from mtp_jax.config import BlocksConfig
     from mtp_jax.models.delta import DeltaInputs, DeltaWeights
     from mtp_jax.models.delta_net import DeltaHeads
 
@@ -72,6 +74,12 @@ class Attend(Protocol):
         """
         ...
 
+    def grouped_chosen(
+        self, qkv: jax.Array, cache: Cache, indices: jax.Array, reused: bool
+    ) -> tuple[jax.Array, Cache]:
+        """As `grouped`, over the positions [M, J] (-1: none) of these tokens or, `reused`, of another one."""
+        ...
+
     def latent(
         self,
         q: jax.Array,
@@ -97,6 +105,32 @@ class Attend(Protocol):
 
         Takes q [M, I, H], weights [M, I] fp32, the tokens' own keys [M, H] and the cache [P, page, H];
         returns (positions [M, topk], -1 where a token sees fewer, and the new cache).
+        """
+        ...
+
+    def select_blocks(
+        self,
+        q: jax.Array,
+        key: jax.Array,
+        cache: jax.Array,
+        blocks: "BlocksConfig",
+        block_keys: Callable[[jax.Array, jax.Array], jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """Positions of the blocks of tokens with the best scores, and of tokens behind the last whole one.
+
+        Takes q [M, I, H], the tokens' own keys [M, H], the cache [P, page, H] and what makes the keys of
+        blocks [..., H] from the means of their tokens' keys and the blocks' first positions [...]; returns
+        (positions [M, J], -1 where a token sees fewer, and the new cache).
+        """
+        ...
+
+    def convolve(
+        self, x: jax.Array, weight: jax.Array, dilation: int, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """A depthwise causal convolution over each row's sequence.
+
+        Takes x [M, A], weight [A, taps] and (the windows of slots, the inputs of their last rounds); returns
+        ([M, A] fp32, the new cache).
         """
         ...
 
@@ -143,6 +177,7 @@ class Around:
     sum_experts: SumOver = UNSPLIT
     kernels: bool = False
     reuse_indices: bool = False  # a layer with an indexer takes the positions it is given all the same
+    ngram: jax.Array | None = None  # M X, the tokens' n-gram embeddings, where the layer takes them
 
 
 CPU_CACHE_BYTES = 2**24  # a matrix up to this size is still in the last cache when the next row wants it
@@ -290,9 +325,14 @@ def norm_swiglu(x: jax.Array, norm: jax.Array, gate_up: jax.Array, eps: float, k
 
 
 def project_add(
-    x: jax.Array, weight: jax.Array, residual: jax.Array, reduce: SumOver, kernels: bool
+    x: jax.Array, weight: jax.Array, residual: jax.Array | None, reduce: SumOver, kernels: bool
 ) -> jax.Array:
-    """residual [M, D] + the product of x [M, in] and weight [D, in], summed over the devices with parts."""
+    """residual [M, D] + the product of x [M, in] and weight [D, in], summed over the devices with parts.
+
+    Without a residual the product alone: hyper-connections add it to their streams.
+    """
+    if residual is None:
+        return reduce(linear(x, weight))
     if kernels and reduce.over_one_device:
         with contextlib.suppress(few_rows.NotHereError):
             return reduce(few_rows.project_add(x, weight, residual))

@@ -47,7 +47,10 @@ class LatentAttention(nnx.Module):
         self.latent = latent
         self.scale = softmax_scale(config)
         self.input_norm = parameter("input_norm")
-        self.q_down, self.q_norm, self.q_up = parameter("q_down"), parameter("q_norm"), parameter("q_up")
+        ranked = latent.q_rank is not None
+        self.q_down = parameter("q_down") if ranked else None
+        self.q_norm = parameter("q_norm") if ranked else None
+        self.q_up = parameter("q_up")
         self.kv_down, self.kv_norm = parameter("kv_down"), parameter("kv_norm")
         self.k_up, self.v_up = parameter("k_up"), parameter("v_up")
         self.o = parameter("o")
@@ -62,7 +65,9 @@ class LatentAttention(nnx.Module):
         """
         latent, rows_cache = self.latent, cache[0]
         normed = rms_norm(x, self.input_norm[...], self.eps)
-        q_latent = rms_norm(linear(normed, self.q_down[...]), self.q_norm[...], LATENT_EPS)
+        q_latent = normed  # where queries have no latent of their own
+        if self.q_down is not None and self.q_norm is not None:
+            q_latent = rms_norm(linear(normed, self.q_down[...]), self.q_norm[...], LATENT_EPS)
         q = linear(q_latent, self.q_up[...])  # M N nope + rope
         keys = cache[1:]
         if self.indexer is not None and not (around.reuse_indices and indices is not None):
@@ -107,21 +112,31 @@ class LatentAttention(nnx.Module):
             tensors = (("self_attn.kv_b_proj.weight", (n * (nope + v), r)),)
             return Stored(tensors, lambda parts: parts[0].reshape(n, nope + v, r)[:, first:last], part)
 
-        q_shape, kv_shape = (n, nope + rope, latent.q_rank), (r + rope, d)
-        q_stored = (n * (nope + rope), latent.q_rank)
-        q_up = reordered("self_attn.q_b_proj.weight", q_stored, q_shape, 1, behind(nope))
+        q_in, q_name = (d, "q_proj") if latent.q_rank is None else (latent.q_rank, "q_b_proj")
+        q_shape, kv_shape = (n, nope + rope, q_in), (r + rope, d)
+        q_up = reordered(f"self_attn.{q_name}.weight", (n * (nope + rope), q_in), q_shape, 1, behind(nope))
         kv_down = reordered("self_attn.kv_a_proj_with_mqa.weight", kv_shape, kv_shape, 0, behind(r))
         head = ("heads", None, None)
         return (
             norm("input_norm", d, "input_layernorm.weight", config.zero_centred_norms),
-            plain("q_down", (latent.q_rank, d), (None, None), "self_attn.q_a_proj.weight"),
-            plain("q_norm", (latent.q_rank,), (None,), "self_attn.q_a_layernorm.weight"),
+            *LatentAttention._q_latent_leaves(config),
             Leaf(("q_up",), q_shape, head, (q_up,)),
             Leaf(("kv_down",), kv_shape, (None, None), (kv_down,)),
             plain("kv_norm", (r,), (None,), "self_attn.kv_a_layernorm.weight"),
             Leaf(("k_up",), (n, nope, r), head, (expand(0, nope),)),
             Leaf(("v_up",), (n, v, r), head, (expand(nope, nope + v),)),
             plain("o", (d, n, v), (None, "heads", None), "self_attn.o_proj.weight", (d, n * v)),
+        )
+
+    @staticmethod
+    def _q_latent_leaves(config: ModelConfig) -> tuple[Leaf, ...]:
+        """Of the queries' latent, where there is one."""
+        rank, d = _latent(config).q_rank, config.hidden_size
+        if rank is None:
+            return ()
+        return (
+            plain("q_down", (rank, d), (None, None), "self_attn.q_a_proj.weight"),
+            plain("q_norm", (rank,), (None,), "self_attn.q_a_layernorm.weight"),
         )
 
     @staticmethod
@@ -166,7 +181,7 @@ class Indexer(nnx.Module):
     def leaves(config: ModelConfig) -> tuple[Leaf, ...]:
         """Its weights, whole on every device: scores are sums over all heads."""
         indexer, latent, d = _indexer(config), _latent(config), config.hidden_size
-        i, h, q_rank = indexer.num_heads, indexer.head_dim, latent.q_rank
+        i, h, q_rank = indexer.num_heads, indexer.head_dim, latent.q_rank or d
         order = np.arange(h)
         order[: latent.rope_dim] = rotation_order(latent.rope_dim, indexer.interleaved)
 

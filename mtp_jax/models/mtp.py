@@ -18,7 +18,8 @@ from flax import nnx
 from mtp_jax.config import ModelConfig
 from mtp_jax.models.block import DecoderLayer, LayerKind, layer_leaves
 from mtp_jax.models.layers import Around, Cache, linear, rms_norm
-from mtp_jax.models.leaves import Leaf, Make, inside, norm, reordered
+from mtp_jax.models.leaves import Leaf, Make, inside, norm, plain, reordered
+from mtp_jax.models.streams import StreamMixer
 
 # The engine's name of each logical axis where the weights are the MTP module's: these are spread over the
 # head's devices, not over those of one stage.
@@ -39,6 +40,7 @@ class MTPNames:
 
 MIMO = MTPNames("hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm", "", True)
 QWEN = MTPNames("pre_fc_norm_hidden", "pre_fc_norm_embedding", "fc", "norm", "layers.0.", False)
+STREAM_MIXER = "hyper_connection_mixer."
 DEEPSEEK = MTPNames("hnorm", "enorm", "eh_proj", "shared_head.norm", "", False)
 
 
@@ -77,10 +79,59 @@ class MTPModule(nnx.Module):
             x, indices, cache = self.layer(x, indices, cache, around)
             return rms_norm(x, self.final_norm[...], self.eps), indices, cache
 
+    def to_head(self, output: jax.Array) -> jax.Array:
+        """What the LM head takes, [M, D], of the module's output."""
+        return output
+
+
+class StreamMTPModule(nnx.Module):
+    """The module of a model with residual streams (Qwen4Exp): two projections, whose products are added.
+
+    It takes the target's streams as they are before the final mixer, and its output are streams again.
+    """
+
+    def __init__(self, config: ModelConfig, kind: LayerKind, dtype: jnp.dtype, make: Make):
+        self.eps = config.rms_norm_eps
+        shapes = {leaf.path[0]: leaf for leaf in _stream_leaves(config)}
+
+        def parameter(name: str) -> nnx.Param:
+            return nnx.Param(make(shapes[name].shape, shapes[name].dtype or dtype))
+
+        self.hidden_norm, self.token_norm = parameter("hidden_norm"), parameter("token_norm")
+        self.hidden_proj, self.token_proj = parameter("hidden_proj"), parameter("token_proj")
+        self.layer = DecoderLayer(config, kind, dtype, make)
+        self.mixer = StreamMixer(config, dtype, make)
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        embedding: jax.Array,
+        indices: jax.Array | None,
+        cache: Cache,
+        around: Around,
+        gather_proj: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> tuple[jax.Array, jax.Array | None, Cache]:
+        """hidden [M, S D], embedding [M, D] -> (streams [M, S D], positions attended to, cache)."""
+        with jax.named_scope("mtp"):
+            m, d = embedding.shape
+            normed = rms_norm(hidden, self.hidden_norm[...], self.eps)  # over all streams at once
+            x = linear(normed.reshape(-1, d), self.hidden_proj[...]).reshape(m, hidden.shape[1] // d, -1)
+            token = rms_norm(embedding, self.token_norm[...], self.eps)
+            x = (x + linear(token, self.token_proj[...])[:, None]).reshape(-1, x.shape[2])
+            x = (x if gather_proj is None else gather_proj(x)).reshape(hidden.shape)
+            return self.layer(x, indices, cache, around)
+
+    def to_head(self, output: jax.Array) -> jax.Array:
+        """What the LM head takes, [M, D], of the module's output."""
+        return self.mixer(output)
+
 
 def mtp_leaves(config: ModelConfig, kind: LayerKind, names: MTPNames) -> tuple[Leaf, ...]:
     """The weights of a module; its projection takes [hidden | embedding] in the engine."""
     d = config.hidden_size
+    inner = inside("layer", (_on_head_devices(leaf, names.layer) for leaf in layer_leaves(config, kind)))
+    if config.streams is not None:
+        return _stream_leaves(config) + inner + inside("mixer", StreamMixer.leaves(config, STREAM_MIXER))
 
     def own_norm(path: str, name: str) -> Leaf:
         return norm(path, d, f"{name}.weight", config.zero_centred_norms)
@@ -93,8 +144,18 @@ def mtp_leaves(config: ModelConfig, kind: LayerKind, names: MTPNames) -> tuple[L
         Leaf(("input_proj",), (d, 2 * d), ("mtp_out", None), (projection,)),
         own_norm("final_norm", names.final_norm),
     )
-    inner = tuple(_on_head_devices(leaf, names.layer) for leaf in layer_leaves(config, kind))
-    return own + inside("layer", inner)
+    return own + inner
+
+
+def _stream_leaves(config: ModelConfig) -> tuple[Leaf, ...]:
+    """What a `StreamMTPModule` has before its layer."""
+    d, zero_centred = config.hidden_size, config.zero_centred_norms
+    return (
+        norm("hidden_norm", config.residual_width, "pre_fc_norm_hidden.weight", zero_centred),
+        norm("token_norm", d, "pre_fc_norm_embedding.weight", zero_centred),
+        plain("hidden_proj", (d, d), ("mtp_out", None), "fc_hidden.weight"),
+        plain("token_proj", (d, d), ("mtp_out", None), "fc_embedding.weight"),
+    )
 
 
 def _on_head_devices(leaf: Leaf, prefix: str) -> Leaf:

@@ -4,15 +4,18 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.models.block import DecoderLayer, LayerKind, layer_caches, layer_leaves
-from mtp_jax.models.layers import CacheRows
-from mtp_jax.models.leaves import Leaf, Shape, abstract, structure
-from mtp_jax.models.mtp import DEEPSEEK, MIMO, QWEN, MTPModule, MTPNames, mtp_leaves
+from mtp_jax.models.layers import CacheRows, rms_norm
+from mtp_jax.models.leaves import Leaf, Shape, abstract, merge, norm, structure
+from mtp_jax.models.mtp import DEEPSEEK, MIMO, QWEN, MTPModule, MTPNames, StreamMTPModule, mtp_leaves
+from mtp_jax.models.ngram import constant_tensors, table_leaf
+from mtp_jax.models.streams import FINAL_MIXER, StreamMixer
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -44,6 +47,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": _QWEN,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
+    "qwen4_exp": _QWEN,
 }
 
 
@@ -60,18 +64,19 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 def mtp_kind(config: ModelConfig) -> LayerKind:
     """The kind of the MTP module's layer: as the trunk's, with attention and with an indexer of its own."""
-    last = _kind(config, config.num_hidden_layers - 1)
+    last = dataclasses.replace(_kind(config, config.num_hidden_layers - 1), ngrams=False)
     if config.latent is None:
-        return dataclasses.replace(last, attention="grouped")
+        return dataclasses.replace(last, attention="grouped" if config.blocks is None else "blocks")
     return last if config.indexer is None else dataclasses.replace(last, attention="indexed")
 
 
 def _kind(config: ModelConfig, layer: int) -> LayerKind:
     ffn = "experts" if config.experts is not None and config.experts.sparse[layer] else "dense"
+    ngrams = config.ngram is not None and config.ngram.layer == layer
     if config.delta is not None and config.delta.layers[layer]:
-        return LayerKind("delta", ffn)
+        return LayerKind("delta", ffn, ngrams)
     if config.latent is None:
-        return LayerKind("grouped", ffn)
+        return LayerKind("grouped" if config.blocks is None else "blocks", ffn, ngrams)
     indexed = config.indexer is not None and config.indexer.owners[layer]
     return LayerKind("indexed" if indexed else "latent", ffn)
 
@@ -91,9 +96,28 @@ def make_layer(config: ModelConfig, kind: LayerKind, dtype: jnp.dtype) -> nnx.Gr
     return structure(lambda: DecoderLayer(config, kind, dtype, abstract))
 
 
-def make_mtp(config: ModelConfig, dtype: jnp.dtype) -> nnx.GraphDef[MTPModule]:
+def make_mtp(config: ModelConfig, dtype: jnp.dtype) -> nnx.GraphDef[MTPModule | StreamMTPModule]:
     """The MTP module's structure, without arrays."""
+    if config.streams is not None:
+        return structure(lambda: StreamMTPModule(config, mtp_kind(config), dtype, abstract))
     return structure(lambda: MTPModule(config, mtp_kind(config), dtype, abstract))
+
+
+def final_leaves(config: ModelConfig) -> tuple[Leaf, ...]:
+    """Leaves of what comes before the LM head: the final norm or, of several streams, their mixer."""
+    if config.streams is not None:
+        return StreamMixer.leaves(config, FINAL_MIXER)
+    return (norm("final_norm", config.hidden_size, FINAL_NORM, config.zero_centred_norms),)
+
+
+def make_final(
+    config: ModelConfig, dtype: jnp.dtype, arrays: tuple[jax.Array, ...]
+) -> Callable[[jax.Array], jax.Array]:
+    """What comes before the LM head: from the residual [..., S D] to what it takes, [..., D]."""
+    if config.streams is None:
+        return lambda x: rms_norm(x, arrays[0], config.rms_norm_eps)
+    mixer = merge(structure(lambda: StreamMixer(config, dtype, abstract)), final_leaves(config), arrays)
+    return lambda x: mixer(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
 def mtp_table(config: ModelConfig) -> tuple[Leaf, ...]:
@@ -128,7 +152,9 @@ def expected_tensors(config: ModelConfig, names: frozenset[str] = frozenset()) -
       names: the checkpoint's tensors: they decide where there are several ways to store something.
     """
     table = (config.vocab_size, config.hidden_size)
-    shapes: dict[str, Shape] = {EMBEDDING: table, FINAL_NORM: (config.hidden_size,)}
+    shapes: dict[str, Shape] = {EMBEDDING: table} | _stored_shapes(final_leaves(config), "", names)
+    if config.ngram is not None:
+        shapes |= _stored_shapes((table_leaf(config),), "", names)
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = table
     for layer, kind in enumerate(layer_kinds(config)):
@@ -144,11 +170,12 @@ def mtp_tensors(config: ModelConfig, names: frozenset[str] = frozenset()) -> dic
 
 
 def optional_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Tensors that may be there, and repeat others: they are not read."""
+    """Tensors that may be there, and repeat others or what the configuration says."""
+    constants = {name: (len(values),) for name, values in constant_tensors(config).items()}
     if not config.num_nextn_predict_layers:
-        return {}
+        return constants
     table = (config.vocab_size, config.hidden_size)
-    return {mtp_prefix(config) + name: table for name in FAMILIES[config.model_type].repeats}
+    return constants | {mtp_prefix(config) + name: table for name in FAMILIES[config.model_type].repeats}
 
 
 def _stored_shapes(leaves: tuple[Leaf, ...], prefix: str, names: frozenset[str]) -> dict[str, Shape]:

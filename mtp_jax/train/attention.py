@@ -16,6 +16,7 @@ from mtp_jax.models.delta import DeltaInputs, DeltaWeights
 from mtp_jax.models.delta_net import DeltaHeads
 from mtp_jax.models.layers import Cache, CacheRows, split_qkv
 from mtp_jax.train.products import product
+from mtp_jax.train.refused import NoBlocks
 
 Implementation = Literal["xla", "cudnn"]
 _MASKED = -1e30  # finite, so that a row of masked scores has a gradient that is a number
@@ -33,7 +34,7 @@ def causal_mask(segments: jax.Array) -> jax.Array:
     return earlier & (segments[:, :, None] == segments[:, None, :])
 
 
-class _GroupedOnly:
+class _GroupedOnly(NoBlocks):
     """The other kinds of attention, which the trainer does not have."""
 
     def latent(

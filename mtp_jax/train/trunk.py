@@ -55,6 +55,8 @@ class Packed:
 def check_trainable(config: ModelConfig) -> None:
     """Raises InvalidValueError or UnsupportedHereError where the trainer cannot run the model."""
     check_supported(config)
+    if config.streams is not None:
+        raise UnsupportedHereError("training of models with several residual streams is not supported yet")
     others = {kind.attention for kind in layer_kinds(config)} - {"grouped"}
     if others:
         raise UnsupportedHereError(f"training of models with {others.pop()} attention is not supported yet")

@@ -1,6 +1,7 @@
 """config.json: the older and newer forms, defaults, and refusals that name the field."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from mtp_jax.config import RopeScaling
 from mtp_jax.errors import CheckpointError
 from mtp_jax.loading.hf_config import config_from_directory
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 BASE = {
     "model_type": "llama",
     "vocab_size": 100,
@@ -48,6 +50,54 @@ def test_defaults(read):
 
 def test_head_dim_of_its_own(read):
     assert read(head_dim=32).head_dim == 32
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen4_exp"])
+def test_text_only_exports(family, tmp_path):
+    """`..._text` has at the top what else is in `text_config`, and is the same model."""
+    whole = GOLDEN / f"tiny_{family}"
+    values = json.loads((whole / "config.json").read_text())
+    alone = values["text_config"] | {"model_type": f"{family}_text"}
+    (tmp_path / "config.json").write_text(json.dumps(alone))
+    assert config_from_directory(tmp_path) == config_from_directory(whole)
+
+
+def test_no_other_type_has_a_text_only_form(read):
+    with pytest.raises(CheckpointError, match="model_type: got 'llama_text'; expected one of"):
+        read(model_type="llama_text")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ple_layer_ids": [2, 3]}, "ple_layer_ids: got [2, 3]; expected one layer, 1 to 5"),
+        ({"ple_layer_ids": [6]}, "ple_layer_ids: got [6]; expected one layer, 1 to 5"),
+        ({"ple_embed_dim": 30}, "ple_embed_dim: got 30; expected a multiple of 8, the heads of all n-grams"),
+        ({"split_ngram_parts": 7}, "split_ngram_parts: got 7; expected a divisor of the table's 416 rows"),
+        ({"eos_token_id": None}, "eos_token_id: got None; expected a token id, where n-grams end"),
+        ({"indexer_kv_heads": 2}, "indexer_kv_heads: got 2; expected 1"),
+        (
+            {"indexer_head_dim": 6},
+            "indexer_head_dim: got 6; expected at least the rotated features of a head, 8",
+        ),
+        ({"hc_count": 1}, "hc_count: got 1; expected an integer of at least 2"),
+        ({"output_gate_type": "tanh"}, "output_gate_type: got 'tanh'; expected 'sigmoid' or"),
+    ],
+)
+def test_refusals_of_qwen4_exp(changes, message, tmp_path):
+    values = json.loads((GOLDEN / "tiny_qwen4_exp/config.json").read_text())
+    values["text_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError) as caught:
+        config_from_directory(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_an_indexer_needs_the_latent_of_queries(tmp_path):
+    values = json.loads((GOLDEN / "tiny_deepseek_v32/config.json").read_text()) | {"q_lora_rank": None}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="q_lora_rank: got None; expected an integer"):
+        config_from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "mimo"])

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from mtp_jax.errors import CheckpointError
 from mtp_jax.loading import SafetensorsDir, open_mtp_head, resolve_mtp_head
+from mtp_jax.models.ngram import table_leaf
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 INDEX = "model.safetensors.index.json"
@@ -215,3 +216,54 @@ def test_a_head_for_another_target(tmp_path):
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=r"mtp_layers\.0\.input_proj\.weight.*no such tensor"):
         open_mtp_head(path, mimo.config)
+
+
+def test_a_text_only_export_has_the_same_tensors(tmp_path):
+    """Its names lack `language_model.`, and there are no parts for images."""
+    whole = GOLDEN / "tiny_qwen3_5_moe"
+    config = json.loads((whole / "config.json").read_text())["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_5_moe_text"}))
+    stored = load_file(whole / "model.safetensors")
+    save_file(
+        {
+            name.replace("model.language_model.", "model."): value
+            for name, value in stored.items()
+            if not name.startswith("model.visual.")
+        },
+        tmp_path / "model.safetensors",
+    )
+    one, two = SafetensorsDir(whole), SafetensorsDir(tmp_path)
+    assert one.config == two.config and one.names() == two.names()
+    for name in one.names():
+        np.testing.assert_array_equal(one.read(name), two.read(name))
+
+
+NGRAMS = "model.language_model.layers.1.ple.ple_embedding."
+
+
+def test_a_table_of_ngrams_in_parts_or_whole(copy):
+    """As the release has it, and as one tensor; a shard of the mesh reads only what it holds."""
+    directory = copy("tiny_qwen4_exp")
+    source = SafetensorsDir(directory)
+    leaf = table_leaf(source.config)
+    parts = leaf.read(source.read, "", source.names())
+    asked: list[str] = []
+    some = leaf.read(lambda name: asked.append(name) or source.read(name), "", source.names(), range(2, 4))
+    np.testing.assert_array_equal(some, parts[2:])
+    assert [name[-8] for name in asked] == ["2", "3"]
+    tensors = load_file(directory / "model.safetensors")
+    shards = [tensors.pop(f"{NGRAMS}ngram_embedding.shard_{part}.weight") for part in range(4)]
+    tensors[f"{NGRAMS}ngram_embedding.weight"] = np.concatenate(shards)
+    save_file(tensors, directory / "model.safetensors")
+    source = SafetensorsDir(directory)
+    np.testing.assert_array_equal(leaf.read(source.read, "", source.names()), parts)
+
+
+def test_hash_constants_of_another_seed(copy):
+    directory = copy("tiny_qwen4_exp")
+    assert not any("layer_multipliers" in name for name in SafetensorsDir(directory).names())
+    edit_weights(directory, **{f"{NGRAMS}layer_multipliers": np.array([3, 5, 7])})
+    with pytest.raises(
+        CheckpointError, match=r"layer_multipliers: got \(3, 5, 7\); expected .* by config.json"
+    ):
+        SafetensorsDir(directory)

@@ -133,7 +133,8 @@ class Reference:
     def mla(self, name: str, x: Array, latent_q: Array, visible: Array) -> Array:
         c, n, heads = self.config, len(x), self.config["num_attention_heads"]
         nope, rank = c["qk_nope_head_dim"], c["kv_lora_rank"]
-        q = self.linear(f"{name}.q_b_proj", latent_q).reshape(n, heads, -1)
+        projection = "q_proj" if c["q_lora_rank"] is None else "q_b_proj"
+        q = self.linear(f"{name}.{projection}", latent_q).reshape(n, heads, -1)
         kv = self.linear(f"{name}.kv_a_proj_with_mqa", x)
         latent = self.norm(f"{name}.kv_a_layernorm", kv[:, :rank], LATENT_EPS)
         key_rot = self.rotary(kv[:, None, rank:], interleaved=True)
@@ -218,9 +219,10 @@ class Reference:
         inner = self.norm(f"{name}.input_layernorm", x)
         attention = f"{name}.self_attn"
         if self.latent:
-            latent_q = self.norm(
-                f"{attention}.q_a_layernorm", self.linear(f"{attention}.q_a_proj", inner), LATENT_EPS
-            )
+            latent_q = inner
+            if self.config["q_lora_rank"] is not None:
+                latent_q = self.linear(f"{attention}.q_a_proj", inner)
+                latent_q = self.norm(f"{attention}.q_a_layernorm", latent_q, LATENT_EPS)
             if chosen is None and self.sparse:
                 chosen = self.index(f"{attention}.indexer", inner, latent_q)
             elif chosen is None:

@@ -5,7 +5,8 @@
 
   tiny_deepseek_v3/   MLA, YaRN, two expert groups of which one is kept, 4 layers; the MTP layer repeats
                       embed_tokens and shared_head.head, as the release does
-  tiny_deepseek_v32/  the same with an indexer in each of 3 layers and in the MTP layer
+  tiny_moonlight/     the same without a latent of the queries (q_lora_rank null), YaRN and groups, 3 layers
+  tiny_deepseek_v32/  tiny_deepseek_v3 with an indexer in each of 3 layers and in the MTP layer
   tiny_glm_moe_dsa/   GLM-5.2's form, 5 layers: an owner, three that share its choice, an owner; the MTP layer
                       has its own indexer, but neither embedding nor head; head_dim is a trap
   tiny_glm4_moe/      grouped-query attention with biases, q/k norms and half of each head rotated, 5 layers
@@ -58,6 +59,8 @@ DEEPSEEK["rope_scaling"] = {
 
 DEEPSEEK_V3: Config = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 DEEPSEEK_V3 |= DEEPSEEK | {"num_hidden_layers": 4}
+MOONLIGHT: Config = DEEPSEEK_V3 | {"q_lora_rank": None, "n_group": 1, "num_hidden_layers": 3}
+MOONLIGHT |= {"rope_scaling": None, "max_position_embeddings": 512}
 DEEPSEEK_V32: Config = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
 DEEPSEEK_V32 |= DEEPSEEK | INDEXER | {"num_hidden_layers": 3}
 
@@ -80,6 +83,7 @@ GLM4_MOE |= {"max_position_embeddings": 512, "attention_bias": True}
 
 MODELS: dict[str, Config] = {
     "tiny_deepseek_v3": DEEPSEEK_V3,
+    "tiny_moonlight": MOONLIGHT,
     "tiny_deepseek_v32": DEEPSEEK_V32,
     "tiny_glm_moe_dsa": GLM_MOE_DSA,
     "tiny_glm4_moe": GLM4_MOE,
@@ -105,9 +109,12 @@ def attention_shapes(c: Config, name: str, owns_indexer: bool) -> Shapes:
         return
     q_rank, rank, value = c["q_lora_rank"], c["kv_lora_rank"], c["v_head_dim"]
     nope, rope = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
-    yield f"{name}.q_a_proj.weight", (q_rank, width)
-    yield f"{name}.q_a_layernorm.weight", (q_rank,)
-    yield f"{name}.q_b_proj.weight", (heads * (nope + rope), q_rank)
+    if q_rank is None:
+        yield f"{name}.q_proj.weight", (heads * (nope + rope), width)
+    else:
+        yield f"{name}.q_a_proj.weight", (q_rank, width)
+        yield f"{name}.q_a_layernorm.weight", (q_rank,)
+        yield f"{name}.q_b_proj.weight", (heads * (nope + rope), q_rank)
     yield f"{name}.kv_a_proj_with_mqa.weight", (rank + rope, width)
     yield f"{name}.kv_a_layernorm.weight", (rank,)
     yield f"{name}.kv_b_proj.weight", (heads * (nope + value), rank)

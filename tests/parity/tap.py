@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from mtp_jax.engine.head import Head
-from mtp_jax.models.layers import rms_norm
 from sharding.placement import HEAD_AXES
 
 
@@ -99,7 +98,7 @@ def tapped() -> Iterator[Tap]:
 
     def seen_call(self: Head, slots, mtp_cache, rows, chunk, hidden, lane_hidden):
         if chunk is not None:
-            normed = rms_norm(lane_hidden, self.final_norm, self.model.rms_norm_eps)
+            normed = self.final_norm(lane_hidden)
             device = jax.lax.axis_index(HEAD_AXES)
             generation = self.plan.generation[chunk.slot]
             fields = (device, generation, chunk.start, chunk.count, chunk.valid)

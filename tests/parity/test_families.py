@@ -17,11 +17,12 @@ from tests.parity.tap import tapped
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+NAMES += ("qwen4_exp",)
 LENGTHS = (1, 3, 16, 17, 40)  # of prompts: below, at and past a chunk of 16
 MOST_TOKENS = 18
 # stages, tensor, data
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2))
-IN_CI = (("glm_moe_dsa", 2, 1, 1), ("qwen3_5_moe", 2, 2, 1), ("deepseek_v3", 1, 2, 1))
+IN_CI = (("glm_moe_dsa", 2, 1, 1), ("qwen3_5_moe", 2, 2, 1), ("deepseek_v3", 1, 2, 1), ("qwen4_exp", 2, 1, 1))
 CASES = [
     pytest.param(name, *layout, marks=() if (name, *layout) in IN_CI else pytest.mark.slow)
     for layout in LAYOUTS

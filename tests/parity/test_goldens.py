@@ -119,12 +119,13 @@ FAMILY_TOLERANCE = 2e-4
 BADLY_CONDITIONED = {"tiny_qwen3_5_moe": 1e-3}
 MEDIAN_TOLERANCE = 5e-5
 FAMILIES = ("tiny_deepseek_v3", "tiny_deepseek_v32", "tiny_glm_moe_dsa", "tiny_glm4_moe")
-FAMILIES += ("tiny_qwen3_next", "tiny_qwen3_5", "tiny_qwen3_5_moe")
-LOGITS = [("tiny_qwen2", 1), ("tiny_llama3", 2), ("tiny_mimo", 2)]
+FAMILIES += ("tiny_qwen3_next", "tiny_qwen3_5", "tiny_qwen3_5_moe", "tiny_qwen4_exp")
+LOGITS = [("tiny_qwen2", 1), ("tiny_llama3", 2), ("tiny_mimo", 2), ("tiny_moonlight", 1)]
 LOGITS += [(name, 2) for name in FAMILIES]
 LOGITS += [pytest.param(name, 1, marks=pytest.mark.slow) for name in FAMILIES]
-DRAFTS = [("tiny_mimo", 1), ("tiny_mimo", 2), *((name, 1) for name in FAMILIES)]
+DRAFTS = [("tiny_mimo", 1), ("tiny_mimo", 2), *((name, 1) for name in FAMILIES[:-1])]
 DRAFTS += [pytest.param(name, 2, marks=pytest.mark.slow) for name in FAMILIES]
+DRAFTS += [pytest.param(name, 1, marks=pytest.mark.slow) for name in ("tiny_qwen4_exp", "tiny_moonlight")]
 
 
 @pytest.mark.parametrize(("name", "stages"), LOGITS)
@@ -138,6 +139,14 @@ def test_tiny_logits_with_a_mixed_slot(tensor: int) -> None:
     plan = blueprint(tiny_checkpoint("tiny_glm_moe_dsa"), stages=2, stage_layers=(4, 1)).program.layout.plan
     assert plan.num_slots == 4 and len(plan.mixed) == 1
     check_tiny_logits("tiny_glm_moe_dsa", stages=2, stage_layers=(4, 1), tensor=tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize("name", ["tiny_qwen3_next", "tiny_qwen4_exp"])
+def test_tiny_logits_in_small_chunks(name: str, chunk: int) -> None:
+    """Convolutions' windows, states and n-grams reach back over several chunks, and blocks begin in one."""
+    check_tiny_logits(name, stages=1, prefill_chunk=chunk)
 
 
 def check_tiny_logits(name: str, stages: int, **layout: Value) -> None:

@@ -27,6 +27,7 @@ OF_FAMILIES = {
     name: config_from_directory(GOLDEN / name)
     for name in ("tiny_deepseek_v3", "tiny_glm_moe_dsa", "tiny_glm4_moe", "tiny_qwen2", "tiny_qwen3_next")
 }
+OF_FAMILIES["tiny_qwen4_exp"] = config_from_directory(GOLDEN / "tiny_qwen4_exp")
 
 
 def _layouts(config: ModelConfig, **engine: int | str) -> tuple[EngineConfig, WeightLayout, WeightLayout]:
@@ -74,12 +75,13 @@ def test_predicts_every_byte(name: str, mesh: tuple[int, int, int]) -> None:
     assert _bytes_by_device(weights.embedding) == {parts.embedding}
     assert _bytes_by_device(head) == {parts.lm_head}
     assert _bytes_by_device(weights.mtp) == ({parts.mtp} if drafts else set())
+    assert _bytes_by_device(weights.ngrams) == ({parts.ngrams} if model.ngram else set())
     page = parts.kv_page + parts.indexer_page
     caches = (state.caches, state.mtp_cache)
     assert _bytes_by_device(caches) == {page * 19 + parts.sinks + parts.recurrent}
     beside = dataclasses.replace(state, caches=(), mtp_cache=None)
     assert _bytes_by_device(beside) == {parts.flights}
-    assert (parts.indexer_page > 0) == (model.indexer is not None)
+    assert (parts.indexer_page > 0) == (model.indexer is not None or model.blocks is not None)
     assert (parts.recurrent > 0) == (model.delta is not None)
 
 
@@ -102,6 +104,8 @@ def test_experts_over_replicas() -> None:
         ("glm_5", 744e9, 10e9),
         ("glm_52", 744e9 - 57 * 9.4e6, 10e9),  # 57 indexers fewer
         ("mimo_7b", 7.6e9, 0.21e9),
+        # Experts of all layers, and the table of n-grams; the rest is 5 B.
+        ("qwen38_flash_next", 48 * 512 * 3 * 640 * 2560 + 320_001_536 * 160 + 5e9, 2.6e9),
     ],
 )
 def test_published_sizes(name: str, target: float, mtp: float) -> None:
