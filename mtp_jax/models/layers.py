@@ -10,12 +10,13 @@ gradient, so only the engine asks for them.
 import contextlib
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.config import ModelConfig, RopeScaling
+from mtp_jax.config import ExpertsConfig, ModelConfig, RopeScaling
 from pallas_kernels import few_rows
 
 if TYPE_CHECKING:
@@ -103,6 +104,10 @@ class Attend(Protocol):
         ...
 
 
+# Takes a router's logits [M, E] fp32, the chosen experts [M, J], and the mixture's configuration.
+Routed = Callable[[jax.Array, jax.Array, ExpertsConfig], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheRows:
     """One cache array of a layer: rows of this shape, split along these logical axes.
@@ -131,6 +136,7 @@ class Around:
     sum_experts: SumOver = UNSPLIT
     kernels: bool = False
     reuse_indices: bool = False  # a layer with an indexer takes the positions it is given all the same
+    routed: Routed | None = None  # a trainer's: is told what the routers of experts say and choose
 
 
 CPU_CACHE_BYTES = 2**24  # a matrix up to this size is still in the last cache when the next row wants it
