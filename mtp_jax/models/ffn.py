@@ -78,6 +78,8 @@ class Experts(nnx.Module):
             logits = linear(wide, self.router[...].astype(jnp.float32))
             bias = None if self.router_bias is None else self.router_bias[...]
             chosen, weights = route(logits, bias, self.experts)
+            if around.routed is not None:
+                around.routed(logits, chosen, self.experts)
         with jax.named_scope("experts"):
             first = around.sum_experts.index() * self.gate_up.shape[0]
             out = experts_ffn(rows, chosen - first, weights, self.gate_up[...], self.down[...])

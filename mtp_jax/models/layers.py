@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.config import ModelConfig, RopeScaling
+from mtp_jax.config import ExpertsConfig, ModelConfig, RopeScaling
 from pallas_kernels import few_rows
 
 if TYPE_CHECKING:
@@ -149,6 +149,10 @@ class Attend(Protocol):
         ...
 
 
+# Takes a router's logits [M, E] fp32, the chosen experts [M, J], and the mixture's configuration.
+Routed = Callable[[jax.Array, jax.Array, ExpertsConfig], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheRows:
     """One cache array of a layer: rows of this shape, split along these logical axes.
@@ -178,6 +182,7 @@ class Around:
     kernels: bool = False
     reuse_indices: bool = False  # a layer with an indexer takes the positions it is given all the same
     ngram: jax.Array | None = None  # M X, the tokens' n-gram embeddings, where the layer takes them
+    routed: Routed | None = None  # a trainer's: is told what the routers of experts say and choose
 
 
 CPU_CACHE_BYTES = 2**24  # a matrix up to this size is still in the last cache when the next row wants it

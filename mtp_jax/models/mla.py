@@ -170,7 +170,11 @@ class Indexer(nnx.Module):
     def __call__(
         self, x: jax.Array, q_latent: jax.Array, cache: jax.Array, around: Around
     ) -> tuple[jax.Array, jax.Array]:
-        """Normed x [M, D] and the query latents [M, Rq] -> (positions [M, topk], -1 where fewer; cache)."""
+        """Normed x [M, D] and the query latents [M, Rq] -> (positions [M, topk], -1 where fewer; cache).
+
+        A loss of its own trains it, and leaves the rest of the model alone (DeepSeek-V3.2).
+        """
+        x, q_latent = jax.lax.stop_gradient((x, q_latent))
         q = apply_rope(linear(q_latent, self.q[...]), around.rope)  # M I H
         key = layer_norm(linear(x, self.k[...]), self.k_norm[...], self.k_norm_bias[...], INDEXER_EPS)
         key = apply_rope(key, around.rope)

@@ -190,7 +190,7 @@ def make_parser(prog: str) -> Parser:
     """The parser; flags that are not given leave no attribute behind."""
     parser = Parser(
         prog,
-        "Train an MTP head for a dense model on text that the model writes. The same command "
+        "Train an MTP head for a model on text that the model writes. The same command "
         "goes on with a run that was stopped.",
     )
     for title, flags in FLAGS.items():

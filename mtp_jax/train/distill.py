@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from mtp_jax.config import ModelConfig
 from mtp_jax.train.attention import Implementation
 from mtp_jax.train.losses import Heads, accepted_counts, best_tokens, draft_cross_entropies
+from mtp_jax.train.notes import Notes
 from mtp_jax.train.step import Sums
 from mtp_jax.train.trunk import Packed, Target, hidden_states
-from mtp_jax.train.unroll import Params, draft_outputs, live_lines
+from mtp_jax.train.unroll import Params, cast_params, draft_outputs, live_lines
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +36,7 @@ class Distillation:
 
     That is one against the target's distribution and, with `label_weight` of the whole, one against its best
     token: at low temperatures only that is accepted. Lines of samples that were written greedily weigh
-    `greedy_weight`, others 1.
+    `greedy_weight`, others 1. Beside it stands what the module's layer wants to learn (`Notes`).
     """
 
     model: ModelConfig
@@ -51,8 +52,11 @@ class Distillation:
         dtype = target.embedding.dtype
         hidden = jax.lax.stop_gradient(hidden_states(self.model, target, rows, self.implementation))
         embedding = target.embedding[rows.tokens]
-        params = {name: leaf.astype(dtype) for name, leaf in params.items()}
-        outputs = draft_outputs(self.model, params, hidden, embedding, rows, num_drafts, self.implementation)
+        params = cast_params(self.model, params, dtype)
+        notes = Notes(rows.segments.reshape(-1) > 0)
+        outputs = draft_outputs(
+            self.model, params, hidden, embedding, rows, num_drafts, self.implementation, notes
+        )
         live = live_lines(rows, num_drafts)
         weights = jnp.where(live, jnp.where(rows.greedy, jnp.float32(self.greedy_weight), 1.0), 0.0)
         wanted = best_tokens(hidden, heads.whole)
@@ -72,4 +76,4 @@ class Distillation:
             "weight": counts[0],
         }
         losses = (1 - self.label_weight) * soft + self.label_weight * labels
-        return jnp.dot(jnp.asarray(self.step_weights, jnp.float32), losses), sums
+        return jnp.dot(jnp.asarray(self.step_weights, jnp.float32), losses) + notes.total, sums

@@ -13,11 +13,11 @@ import optax
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import InvalidValueError
-from mtp_jax.loading.hf_config import config_from_directory
+from mtp_jax.loading.hf_config import config_from_directory, mtp_count_field
 from mtp_jax.loading.hf_fields import read_json
 from mtp_jax.models.block import layer_leaves
 from mtp_jax.models.leaves import Leaf, tensors_of
-from mtp_jax.models.registry import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
+from mtp_jax.models.registry import EMBEDDING, LM_HEAD, layer_prefix
 from mtp_jax.text.from_hf import tokenizer_from_directory
 from mtp_jax.train.arguments import TrainOptions
 from mtp_jax.train.attention import best_implementation
@@ -28,7 +28,7 @@ from mtp_jax.train.joint import Joint, JointLoss
 from mtp_jax.train.launch import finish, make_setting, remember
 from mtp_jax.train.text import data_folder
 from mtp_jax.train.trainer import Outcome, Run
-from mtp_jax.train.trunk import Target, check_trainable, layer_runs
+from mtp_jax.train.trunk import Target, check_trainable, final_norm_leaf, layer_runs
 
 MODEL_FOLDER = "model"
 _TOKENIZER_FILES = (
@@ -148,7 +148,8 @@ def export_model(folder: Path, origin: Path, config: ModelConfig, params: Joint,
     """A Hugging Face directory: configuration, weights with the MTP module's, a tokenizer if there is one."""
     folder.mkdir(parents=True, exist_ok=True)
     target = params.target
-    tensors = {EMBEDDING: np.asarray(target.embedding), FINAL_NORM: np.asarray(target.final_norm)}
+    tensors = {EMBEDDING: np.asarray(target.embedding)}
+    tensors |= final_norm_leaf(config).tensors(np.asarray(target.final_norm), "")
     if target.lm_head is not None:
         tensors[LM_HEAD] = np.asarray(target.lm_head)
     for (kind, layers), stacked in zip(layer_runs(config), target.layers, strict=True):
@@ -160,7 +161,7 @@ def export_model(folder: Path, origin: Path, config: ModelConfig, params: Joint,
     stored = np.dtype(np.float32) if dtype == jnp.float32 else np.dtype(ml_dtypes.bfloat16)
     save_tensors(folder / "model.safetensors", tensors, {"format": "pt"}, stored)
     values = dict(read_json(origin / "config.json")) | {
-        "num_nextn_predict_layers": 1,
+        mtp_count_field(config.model_type): 1,
         "torch_dtype": str(stored),
     }
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.config import ModelConfig
+from mtp_jax.errors import InvalidValueError
 from mtp_jax.models.leaves import Leaf
-from mtp_jax.models.registry import mtp_table
+from mtp_jax.models.registry import layer_kinds, mtp_kind, mtp_table
 from mtp_jax.train.trunk import Packed, Target, residual_stream
 from mtp_jax.train.unroll import Params
 
@@ -18,6 +19,9 @@ INITS: tuple[Init, ...] = ("last-layer", "random")
 EMBEDDING_NOISE = (
     0.2  # root mean square of what the embedding adds to a stream of 1: tokens are heard at once
 )
+# A delta net's heads begin with decays e^(-a s) a row, these being the ranges of a and s (Mamba-2's, which
+# gated delta nets took over: arXiv:2412.06464).
+_DECAYS, _STEPS = (1.0, 16.0), (1e-3, 1e-1)
 _LEAST_NORM = 0.05  # a final norm's smaller weights are not undone
 
 
@@ -35,6 +39,10 @@ def initial_params(
     params = random_params(config, rng)
     if init == "last-layer":
         assert rows is not None
+        last = layer_kinds(config)[-1]
+        if mtp_kind(config) != last:
+            legal = f"random, where the last layer has {last.describe()} and the module's has not"
+            raise InvalidValueError("--init", init, legal)
         d = config.hidden_size
         size = stream_size(config, target, rows)
         for name, stacked in target.layers[-1].items():
@@ -67,10 +75,16 @@ def stream_size(config: ModelConfig, target: Target, rows: Packed) -> float:
 def random_leaf(leaf: Leaf, rng: np.random.Generator) -> np.ndarray:
     """An ordinary fp32 start: outputs of size 1 from inputs of size 1, norms of 1, no biases."""
     name = leaf.path[-1]
-    if "norm" in name:
-        return np.ones(leaf.shape, np.float32)
+    if name == "a_log":
+        return np.log(rng.uniform(*_DECAYS, leaf.shape)).astype(np.float32)
+    if name == "dt_bias":
+        least, most = _STEPS
+        step = np.exp(rng.uniform(np.log(least), np.log(most), leaf.shape))
+        return (step + np.log(-np.expm1(-step))).astype(np.float32)  # softplus of it is the step
     if "bias" in name:
         return np.zeros(leaf.shape, np.float32)
+    if "norm" in name:
+        return np.ones(leaf.shape, np.float32)
     # `o` takes [G, Q, H] inputs; all others take the last axis.
     inputs = np.prod(leaf.shape[1:]) if name == "o" else leaf.shape[-1]
     return rng.standard_normal(leaf.shape, dtype=np.float32) * np.float32(inputs**-0.5)

@@ -83,7 +83,11 @@ def train_head(options: TrainOptions) -> Outcome:
     draft_ids = draft_vocabulary(train.token_counts(source.config.vocab_size), options.draft_vocab_size)
     bars = PhaseBars()
     target = read_target(
-        source.config, source.read, setting.dtype, lambda done, total: bars("reading", done, total)
+        source.config,
+        source.read,
+        setting.dtype,
+        lambda done, total: bars("reading", done, total),
+        source.names(),
     )
     frozen = jax.device_put(_frozen(target, draft_ids), replicated(setting.mesh))
     params = initial_params(

@@ -14,15 +14,12 @@ _B1, _B2 = 0.9, 0.95
 # Root mean square of a Muon update at rate 1, whatever the matrix's shape: about that of AdamW's updates,
 # so that rates and weight decay mean the same for both (arXiv:2502.16982).
 _RMS = 0.2
-# Leaf -> which of its axes the matrix takes and gives, from the end: what stacks layers, and the two of
-# gate and up, are matrices of their own.
-_AXES = {
-    "qkv": MuonDimensionNumbers(-1, (-4, -3, -2)),  # G Q+2 H <- D
-    "o": MuonDimensionNumbers((-3, -2, -1), -4),  # D <- G Q H
-    "gate_up": MuonDimensionNumbers(-1, -2),  # 2 | F <- D
-    "down": MuonDimensionNumbers(-1, -2),  # D <- F
-    "input_proj": MuonDimensionNumbers(-1, -2),  # D <- 2 D
-}
+# Leaves that are matrices for Muon. They take their last axis (`o`: all but the first) and give all others,
+# or only the next: what stacks layers and experts, and the two of gate and up, are matrices of their own.
+# Routers, indexers' head weights and what is no matrix are AdamW's.
+_WHOLE = ("qkv", "gate", "q_down", "q_up", "kv_down", "k_up", "v_up", "z", "q", "k")
+_STACKED = ("gate_up", "down", "shared_gate_up", "shared_down", "input_proj")
+_NOT_DECAYED = ("norm", "bias", "a_log")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +72,24 @@ def _name(path: tuple) -> str:
 
 
 def decayed(params: optax.Params) -> optax.Params:
-    """True for matrices: norms and biases are not pulled to zero."""
+    """True for matrices: norms, biases and decays are not pulled to zero."""
 
     def is_matrix(path: tuple, _: jax.Array) -> bool:
-        name = _name(path)
-        return "norm" not in name and "bias" not in name
+        return not any(part in _name(path) for part in _NOT_DECAYED)
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
 def matrix_axes(params: optax.Params) -> optax.Params:
     """Axes of the leaves that Muon updates; None for norms, biases and tables of the vocabulary."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: _AXES.get(_name(path)), params)
+
+    def axes(path: tuple, leaf: jax.Array) -> MuonDimensionNumbers | None:
+        name = _name(path)
+        own = leaf.ndim - (".layers" in jax.tree_util.keystr(path))  # runs of a target's layers are stacked
+        if name == "o":
+            return MuonDimensionNumbers(tuple(range(1 - own, 0)), -own)
+        if name in _WHOLE:
+            return MuonDimensionNumbers(-1, tuple(range(-own, -1)))
+        return MuonDimensionNumbers(-1, -2) if name in _STACKED else None
+
+    return jax.tree_util.tree_map_with_path(axes, params)

@@ -19,7 +19,8 @@ from mtp_jax.train.attention import (
     causal_mask,
     empty_cache,
 )
-from mtp_jax.train.trunk import Packed
+from mtp_jax.train.notes import Notes
+from mtp_jax.train.trunk import Packed, with_notes
 
 Params = dict[str, jax.Array]  # leaves of an `MTPModule` by their names
 
@@ -45,12 +46,14 @@ def draft_outputs(
     rows: Packed,
     num_drafts: int,
     implementation: Implementation,
+    notes: Notes | None = None,
 ) -> jax.Array:
     """The module's post-norm outputs y_j at every base position, [K, B, S, D].
 
     Args:
       hidden: the target's hidden states after its final norm, [B, S, D].
       embedding: embeddings of `rows.tokens`, [B, S, D].
+      notes: get what the module's layer wants to learn at step 0 beside the drafts.
 
     Where base and token p + 1 + j are not in one segment the output means nothing.
     """
@@ -59,13 +62,18 @@ def draft_outputs(
     module = merge(make_mtp(config, hidden.dtype), leaves, [params[leaf.name] for leaf in leaves])
     mask = causal_mask(rows.segments)
     cache = empty_cache(mtp_caches(config), b * s, hidden.dtype)
-    y, outputs = hidden.reshape(b * s, d), []
+    shared = config.indexer is not None and config.indexer.share_in_drafts
+    places, y, outputs = None, hidden.reshape(b * s, d), []
     for step in range(num_drafts):
         with jax.named_scope(f"draft{step}"):
             attend = LineAttention(mask) if step else PackedAttention(mask, implementation)
             rope = rope_tables((rows.positions + step).reshape(-1), config)
             token = ahead(embedding, 1 + step).reshape(b * s, d)
-            y, _, cache = module(y, token, None, cache, Around(rope, attend))
+            around = Around(rope, attend, reuse_indices=places is not None)
+            if notes is not None and step == 0:
+                around = with_notes(around, notes)
+            y, chosen, cache = module(y, token, places, cache, around)
+            places = chosen if shared else None
             outputs.append(y.reshape(b, s, d))
     return jnp.stack(outputs)
 
@@ -85,3 +93,8 @@ def live_lines(rows: Packed, num_drafts: int) -> jax.Array:
     for step in range(1, num_drafts):
         live.append(live[-1] & own(2 + step))
     return jnp.stack(live)
+
+
+def cast_params(config: ModelConfig, params: Params, dtype: jnp.dtype) -> Params:
+    """A module's leaves in `dtype`, but for those that have a type of their own."""
+    return {leaf.name: params[leaf.name].astype(leaf.dtype or dtype) for leaf in mtp_table(config)}

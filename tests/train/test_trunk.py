@@ -9,7 +9,7 @@ import pytest
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.loading import resolve_model
-from mtp_jax.models.registry import mtp_table
+from mtp_jax.models.registry import mtp_prefix, mtp_table
 from mtp_jax.train.losses import logits
 from mtp_jax.train.trunk import Packed, Target, hidden_states, read_target
 from mtp_jax.train.unroll import Params, draft_outputs
@@ -32,11 +32,19 @@ def one_sample_a_row(rows: list[np.ndarray]) -> Packed:
 
 def load(name: str) -> tuple[ModelConfig, Target, dict[str, np.ndarray]]:
     source = resolve_model(GOLDEN / name)
-    target = read_target(source.config, source.read, jnp.dtype("float32"), lambda done, total: None)
+    target = read_target(
+        source.config, source.read, jnp.dtype("float32"), lambda done, total: None, source.names()
+    )
     return source.config, jax.tree.map(jnp.asarray, target), dict(np.load(GOLDEN / f"{name}.npz"))
 
 
-@pytest.mark.parametrize("name", ["tiny_llama3", "tiny_qwen2"])
+# A family of each kind of attention runs in CI, the others in the full run.
+SPARSE, HYBRID = "tiny_glm_moe_dsa", "tiny_qwen3_5_moe"
+OTHERS = ("tiny_deepseek_v3", "tiny_deepseek_v32", "tiny_glm4_moe", "tiny_qwen3_next", "tiny_qwen3_5")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
+
+
+@pytest.mark.parametrize("name", ["tiny_llama3", "tiny_qwen2", SPARSE, HYBRID, *SLOW])
 def test_the_trunk(name: str) -> None:
     """Behind another segment of the row: positions and attention start anew."""
     config, target, golden = load(name)
@@ -56,13 +64,13 @@ def unroll(config: ModelConfig, target: Target, params: Params, rows: Packed) ->
     return draft_outputs(config, params, hidden, target.embedding[rows.tokens], rows, 3, "xla")
 
 
-def test_the_unroll() -> None:
+@pytest.mark.parametrize("name", ["tiny_mimo", SPARSE, pytest.param(HYBRID, marks=pytest.mark.slow), *SLOW])
+def test_the_unroll(name: str) -> None:
     """A row for each anchor of the reference: the text up to the token behind it, then what was drafted."""
-    config, target, golden = load("tiny_mimo")
-    source, ids = resolve_model(GOLDEN / "tiny_mimo"), golden["ids"]
-    params = {
-        leaf.name: jnp.asarray(leaf.read(source.read, "model.mtp_layers.0.")) for leaf in mtp_table(config)
-    }
+    config, target, golden = load(name)
+    source, ids = resolve_model(GOLDEN / name), golden["ids"]
+    prefix, names = mtp_prefix(config), source.names()
+    params = {leaf.name: jnp.asarray(leaf.read(source.read, prefix, names)) for leaf in mtp_table(config)}
     chains = [
         np.concatenate([ids[: anchor + 2], drafts[:2]])
         for anchor, drafts in zip(golden["anchors"], golden["draft_ids"], strict=True)
