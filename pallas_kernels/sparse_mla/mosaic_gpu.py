@@ -25,6 +25,7 @@ class Tuning:
     ahead: blocks of keys asked for in the L2 cache before they are gathered.
     between: a block's product between the first and second half of the next one's scores, not before them.
     next: what is likely to come next on a multiprocessor is asked for in the L2 cache.
+    shared_ahead: groups of heads share what is asked for in the L2 cache.
     lazy: results so far are rescaled only when a maximum has grown much.
     """
 
@@ -33,6 +34,7 @@ class Tuning:
     between: bool = False
     lazy: bool = True
     next: bool = True
+    shared_ahead: bool = True
 
 
 def why_not(q: jax.Array, cache: jax.Array, value_width: int) -> str | None:
@@ -67,7 +69,9 @@ def sparse_mla(
     padding = splits * share * KEYS - indices.shape[1]
     indices = jnp.pad(indices.astype(jnp.int32), ((0, 0), (0, padding)), constant_values=-1)
     stride = NUM_SMS // (splits * -(-n // HEADS)) if tuning.next else 0
-    program = seesaw.Program(share, scale, gather, tuning.ahead, tuning.between, tuning.lazy, stride)
+    program = seesaw.Program(
+        share, scale, gather, tuning.ahead, tuning.between, tuning.lazy, stride, tuning.shared_ahead
+    )
     operands = (q, gather.prepare(cache.reshape(-1, WIDTH), indices), indices)
     out, lse = _vary_like(operands, _kernel(program, t, splits, n)(*operands))
     return (out[:, 0], lse[:, 0]) if splits == 1 else _join(out, lse)

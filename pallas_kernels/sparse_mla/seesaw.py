@@ -53,6 +53,7 @@ class Program:
     between: bool
     lazy: bool
     stride: int
+    shared_ahead: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +89,22 @@ def run(
     def keys_of(block) -> Keys:
         return token, first + block * KEYS, KEYS
 
+    # The groups of a token's heads run side by side and read the same rows: each asks for its part of them.
+    part = KEYS // (-(-q_g.shape[1] // HEADS)) if program.shared_ahead else KEYS
+
+    def part_of(block, token=token) -> Keys:
+        return token, first + block * KEYS + group * (part % KEYS), part
+
     @pl.when(warpgroup == GATHER)
     def _():
         plgpu.set_max_registers(72, action="decrease")
-        _gather(program, shared, q_g.at[token, own], cache_g, index_g, keys_of)
+        _gather(program, shared, q_g.at[token, own], cache_g, index_g, keys_of, part_of)
         if program.stride:
             later = token + program.stride
             pl.when(later < q_g.shape[0])(
-                lambda: _prepare(program, q_g.at[later, own], cache_g, index_g, later, first)
+                lambda: _prepare(
+                    program, q_g.at[later, own], cache_g, index_g, functools.partial(part_of, token=later)
+                )
             )
         _drain(program, shared)
 
@@ -115,7 +124,7 @@ def run(
             )
 
 
-def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of) -> None:
+def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of, part_of) -> None:
     """Queries, and all blocks of keys."""
     rows, heads = program.rows, q_g.shape[0]
     rows.start(shared.arrived)
@@ -126,7 +135,7 @@ def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of) ->
     place = shared.queries_rope.at[pl.ds(0, heads)]
     plgpu.copy_gmem_to_smem(q_g.at[:, pl.ds(VALUE, ROPE)], place, shared.queries_full)
     for block in range(SLOTS, min(SLOTS + program.ahead, program.blocks)):
-        rows.prefetch(cache_g, index_g, keys_of(block))
+        rows.prefetch(cache_g, index_g, part_of(block))
 
     def fetch(block, carry):
         slot = lax.rem(block, SLOTS)
@@ -139,16 +148,16 @@ def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of) ->
         rows.fetch(cache_g, index_g, keys_of(block), right, shared.arrived, 2 * slot + 1)
         if program.ahead:
             later = block + SLOTS + program.ahead
-            pl.when(later < program.blocks)(lambda: rows.prefetch(cache_g, index_g, keys_of(later)))
+            pl.when(later < program.blocks)(lambda: rows.prefetch(cache_g, index_g, part_of(later)))
         return carry
 
     lax.fori_loop(0, program.blocks, fetch, None)
 
 
-def _prepare(program: Program, q_g, cache_g, index_g, token, first) -> None:
+def _prepare(program: Program, q_g, cache_g, index_g, part_of) -> None:
     """Asks the L2 cache for what another block of threads will begin with."""
     for block in range(min(SLOTS, program.blocks)):
-        program.rows.prefetch(cache_g, index_g, (token, first + block * KEYS, KEYS))
+        program.rows.prefetch(cache_g, index_g, part_of(block))
     program.rows.prefetch_whole(q_g)
 
 
