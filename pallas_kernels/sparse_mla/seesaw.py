@@ -199,7 +199,7 @@ def _attend(program: Program, shared: Shared, me: int, chosen_of, heads: int, ou
     _finish(program, shared, me, heads, acc, top, total, out_g, lse_g)
 
 
-def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, state, *, with_last: bool):
+def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, state, *, with_last: bool) -> Any:
     """Scores and softmax of block `block` (slot `me`), products of the block before and of this one.
 
     Slots are values of the loop: were they constants, the compiler would keep the matrix descriptors of all
@@ -247,7 +247,7 @@ def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, stat
     return _product(program, shared, me, mine, program.rows.shrink(acc, shrink)), new_top, total
 
 
-def _after_last(program: Program, shared: Shared, me: int, other, state, left, right):
+def _after_last(program: Program, shared: Shared, me: int, other, state, left, right) -> Any:
     """The product of the block before and the scores of this one, one behind the other on the matrix unit."""
     acc, top, total = state
 
@@ -288,7 +288,7 @@ def _top_of_last(program: Program, shared: Shared, slot, top) -> tuple[jax.Array
     return new_top, jnp.exp2(program.factor * (top - new_top))
 
 
-def _product(program: Program, shared: Shared, me: int, slot, acc):
+def _product(program: Program, shared: Shared, me: int, slot, acc) -> Any:
     """Adds a block's weights times its values, and gives the slot's half back."""
 
     def multiply(acc_ref) -> None:
