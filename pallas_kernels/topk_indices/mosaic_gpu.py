@@ -26,7 +26,6 @@ class Tuning:
 
     blocks: int | None = None
     threads: int = 1024
-    copies: int = 4
     ahead: int = 4
 
 
@@ -43,7 +42,7 @@ def why_not(scores: jax.Array) -> str | None:
 def topk_indices(scores: jax.Array, lengths: jax.Array, k: int, *, tuning: Tuning | None = None) -> jax.Array:
     """See api.topk_indices; shapes must have passed `why_not`."""
     plan = _plan(scores, k, tuning or Tuning())
-    lengths = jnp.clip(lengths.astype(jnp.int32), 0, plan.length)
+    lengths = lengths.astype(jnp.int32)
     (out,) = _vary_like((scores, lengths), [_kernel(plan, scores.shape[0])(scores, lengths)])
     return out
 
@@ -51,7 +50,7 @@ def topk_indices(scores: jax.Array, lengths: jax.Array, k: int, *, tuning: Tunin
 def _plan(scores: jax.Array, k: int, tuning: Tuning) -> selection.Plan:
     rows, length = scores.shape
     blocks = tuning.blocks or _choose_blocks(rows, length)
-    return selection.Plan(length, k, blocks, tuning.threads, tuning.copies, tuning.ahead)
+    return selection.Plan(length, k, blocks, tuning.threads, tuning.ahead)
 
 
 def _choose_blocks(rows: int, length: int) -> int:
