@@ -148,7 +148,7 @@ def _keys(code: Code, plan: Plan, own: _Warp, visit: Any, carry: tuple[Word, ...
 
 
 def _load(code: Code, plan: Plan, own: _Warp, chunks: list) -> list[tuple[Any, list[Word]]]:
-    """Chunks of the warp, by number -> with the keys of the lane's four positions; 0 where they are not the row's."""
+    """Chunks of the warp with the keys of the lane's four positions, 0 behind the row's end."""
     # A chunk behind the warp's last is another warp's: there all positions are behind the end.
     places = [(own.first + chunk) * CHUNK + own.lane * 4 for chunk in chunks]
     ends = [code.select(own.each > chunk, own.length, 0) for chunk in chunks]
