@@ -201,7 +201,7 @@ def _score(consumers: int, q_g, weights_g, keys_g, table_g, positions_g, *rest: 
     share = _share(blocks, positions_g, total, live)
     feed = 48 if consumers > 2 else 56 if keys_g.shape[1] >= 32 else 88  # more for more pages of a tile
     threads = 128 * (consumers + 1)
-    rest = 65536 // threads // 8 * 8 * (consumers + 1) - feed
+    left = 65536 // threads // 8 * 8 * (consumers + 1) - feed
 
     @pl.when(warpgroup == consumers)
     def _() -> None:
@@ -214,7 +214,7 @@ def _score(consumers: int, q_g, weights_g, keys_g, table_g, positions_g, *rest: 
 
     @pl.when(warpgroup < consumers)
     def _() -> None:
-        plgpu.set_max_registers(rest // consumers // 8 * 8, action="increase")
+        plgpu.set_max_registers(left // consumers // 8 * 8, action="increase")
         _consume(consumers, shared, share, live, warpgroup, positions_g, out_g)
 
 

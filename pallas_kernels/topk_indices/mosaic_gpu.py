@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu import NUM_SMS, SMEM_BYTES, _vary_like
+from pallas_kernels.paged_attention.mosaic_gpu import NUM_SMS, _vary_like
 from pallas_kernels.topk_indices import selection, thread_code
 
 MAX_BLOCKS = 8  # of a cluster that every Hopper GPU can place
-SMALLEST_SHARE = 4096  # positions that are worth a block
+SMALLEST_SHARE = 8192  # positions that are worth a block
+LARGEST_SHARE = 1 << 19  # whose marks fit shared memory
 
 Ref = Any  # what Pallas passes to a kernel; its own annotations do not fit one another
 
@@ -33,9 +34,8 @@ def why_not(scores: jax.Array) -> str | None:
     """Why these shapes cannot run here, or None."""
     if scores.shape[1] % 4:
         return f"it takes rows of whole fours, got {scores.shape[1]}"
-    words = sum(_plan(scores, 1, Tuning(blocks=MAX_BLOCKS)).arrays().values())
-    if words * 4 > SMEM_BYTES - 8 * 1024:
-        return f"its marks do not fit shared memory, got rows of {scores.shape[1]}"
+    if scores.shape[1] > MAX_BLOCKS * LARGEST_SHARE:
+        return f"it takes rows of at most {MAX_BLOCKS * LARGEST_SHARE}, got {scores.shape[1]}"
     return None
 
 
@@ -56,6 +56,8 @@ def _plan(scores: jax.Array, k: int, tuning: Tuning) -> selection.Plan:
 def _choose_blocks(rows: int, length: int) -> int:
     """As many as the chip holds at once, none with too little to do."""
     blocks = 1
+    while blocks * LARGEST_SHARE < length:
+        blocks *= 2
     while 2 * blocks <= min(MAX_BLOCKS, length // SMALLEST_SHARE) and 2 * blocks * rows <= NUM_SMS:
         blocks *= 2
     return blocks
