@@ -21,14 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.mosaic_gpu import NUM_SMS, SMEM_BYTES, _vary_like
 
-TILES = (256, 128)  # keys of one
+TILE = 128  # keys of one
 FILL = 1024  # positions that one copy of -inf covers
 WIDTH = 128
 HEADS = (32, 64)
 PAGE_SIZES = (8, 16, 32, 64, 128)
 SCALE_PAGES = 32  # TMA writes to multiples of 128 bytes
 DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn)
-MAX_PAGES = 8  # of a wide tile: the feeding warpgroup has them in registers
 MAX_COLUMNS = 256  # tokens * heads that share a tile
 POSITIONS_AHEAD = 8  # read at once
 
@@ -41,14 +40,12 @@ _PER_KEY = plgpu.Layout.WGMMA.reduce(1)
 class Tuning:
     """How the work is cut; None: chosen from the shapes.
 
-    Of the `blocks` each has `consumers` warpgroups that compute, and `stages` tiles of `tile` keys in flight,
-    a multiple of `consumers`. A warpgroup takes `together` tokens at once.
+    Of the `blocks` each has `consumers` warpgroups that compute, and `stages` tiles in flight, a multiple of
+    `consumers`.
     """
 
-    tile: int | None = None
-    together: int | None = None
     stages: int | None = None
-    consumers: int = 2
+    consumers: int | None = None
     blocks: int = NUM_SMS
 
 
@@ -123,9 +120,7 @@ def indexer_logits(
     (_, heads, width), page = q.shape, keys.shape[1]
     length = w * page
     tokens = max(n for n in range(1, MAX_COLUMNS // heads + 1) if t % n == 0)
-    tuning = _choose(tuning or Tuning(), tokens, length, keys)
-    assert tuning.tile is not None
-    rows, padded = b * t // tokens, -(-length // tuning.tile) * tuning.tile
+    rows, padded = b * t // tokens, -(-length // TILE) * TILE
     operands = (
         q.reshape(rows, tokens * heads, width),
         weights.reshape(rows, tokens * heads),
@@ -139,18 +134,9 @@ def indexer_logits(
             scales = jnp.pad(scales, ((0, 0), (0, padded - length)))
         operands += (scales,)
     out_type = jax.ShapeDtypeStruct((rows, tokens, padded), jnp.float32)
-    (out,) = _vary_like(operands, [_kernel(out_type, tuning, *operands)(*operands)])
+    (out,) = _vary_like(operands, [_kernel(out_type, tuning or Tuning(), *operands)(*operands)])
     out = out.reshape(b * t, padded)
     return out if padded == length else out[:, :length]
-
-
-def _choose(tuning: Tuning, tokens: int, length: int, keys: jax.Array) -> Tuning:
-    """Tiles as large as their scores leave registers for, where the table is of whole ones."""
-    page = keys.shape[1]
-    wide = tokens == 1 and length % TILES[0] == 0 and TILES[0] // page <= MAX_PAGES
-    tile = tuning.tile or (TILES[0] if wide else TILES[1])
-    pairs = tokens % 2 == 0 and tile // page <= 4 and keys.dtype != jnp.bfloat16
-    return dataclasses.replace(tuning, tile=tile, together=tuning.together or (2 if pairs else 1))
 
 
 def _kernel(
@@ -158,35 +144,37 @@ def _kernel(
 ) -> Callable:
     """The kernel for these static sizes."""
     (_, tokens, _), (_, columns, width) = out_type.shape, q.shape
-    tile, page, item = tuning.tile, keys.shape[1], jnp.dtype(keys.dtype).itemsize
-    assert tile is not None
+    page, item = keys.shape[1], jnp.dtype(keys.dtype).itemsize
+    # Tiles of one token wait for memory, and more in flight are slower; of several, for what computes. With
+    # small pages or bfloat16 three warpgroups would not have registers enough.
+    consumers = tuning.consumers or (3 if tokens > 1 and page >= 32 and item == 1 else 2)
     tiles = (plgpu.TilingTransform((8, 128 // item)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-    space = SMEM_BYTES - 4 * FILL - 8 * 1024 - 2 * tuning.consumers * tokens * tile * 4
-    query_bytes, stage_bytes = columns * width * item, tile * (width * item + 4)
+    space = SMEM_BYTES - 4 * FILL - 8 * 1024 - 2 * consumers * tokens * TILE * 4
+    query_bytes, stage_bytes = columns * width * item, TILE * (width * item + 4)
     rings = 2 if 2 * query_bytes < space // 3 else 1
-    stages = tuning.stages or min(12, (space - rings * query_bytes) // stage_bytes)
-    stages -= stages % tuning.consumers
-    scale_copies = 0 if len(rest) == 2 else tile // page if page >= SCALE_PAGES else 1
+    stages = tuning.stages or min(2 * consumers, (space - rings * query_bytes) // stage_bytes)
+    stages -= stages % consumers
+    scale_copies = 0 if len(rest) == 2 else TILE // page if page >= SCALE_PAGES else 1
     scratch = {
         "queries": plgpu.SMEM((rings, columns, width), keys.dtype, transforms=tiles),
         "weights": plgpu.SMEM((rings, columns), jnp.float32),
-        "keys": plgpu.SMEM((stages, tile, width), keys.dtype, transforms=tiles),
-        "out": plgpu.SMEM((tuning.consumers, 2, tokens, tile), jnp.float32),
+        "keys": plgpu.SMEM((stages, TILE, width), keys.dtype, transforms=tiles),
+        "out": plgpu.SMEM((consumers, 2, tokens, TILE), jnp.float32),
         "nothing": plgpu.SMEM((FILL,), jnp.float32),
         "queries_full": plgpu.Barrier(num_arrivals=2, num_barriers=rings),
-        "queries_free": plgpu.Barrier(num_arrivals=tuning.consumers, num_barriers=rings),
-        "keys_full": plgpu.Barrier(num_arrivals=tile // page + scale_copies, num_barriers=stages),
+        "queries_free": plgpu.Barrier(num_arrivals=consumers, num_barriers=rings),
+        "keys_full": plgpu.Barrier(num_arrivals=TILE // page + scale_copies, num_barriers=stages),
         "keys_free": plgpu.Barrier(num_barriers=stages),
     }
     if scale_copies:
-        scratch["scales"] = plgpu.SMEM((stages, tile), jnp.float32)
+        scratch["scales"] = plgpu.SMEM((stages, TILE), jnp.float32)
     return plgpu.kernel(
-        functools.partial(_score, tuning),
+        functools.partial(_score, consumers),
         out_type=out_type,
         scratch_types=scratch,
         grid=(tuning.blocks,),
         grid_names=("block",),
-        num_threads=tuning.consumers + 1,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         kernel_name="indexer_logits",
         compiler_params=plgpu.CompilerParams(
@@ -195,41 +183,39 @@ def _kernel(
     )
 
 
-def _score(tuning: Tuning, q_g, weights_g, keys_g, table_g, positions_g, *rest: Ref, **scratch: Ref) -> None:
+def _score(consumers: int, q_g, weights_g, keys_g, table_g, positions_g, *rest: Ref, **scratch: Ref) -> None:
     """One block. The names with _g are in device memory."""
     *scales_g, out_g = rest
     shared, warpgroup = _Shared(**scratch), lax.axis_index("warpgroup")
-    rows, tile = q_g.shape[0], shared.keys.shape[1]
-    most = out_g.shape[2] // tile
+    blocks, rows, most = lax.axis_size("block"), q_g.shape[0], out_g.shape[2] // TILE
 
     def live(row: jax.Array) -> jax.Array:
         """Tiles with keys that a token of the row sees."""
         longest = functools.reduce(jnp.maximum, (positions_g[row, i] for i in range(positions_g.shape[1])))
-        return lax.div(jnp.maximum(longest, -1) + tile, jnp.int32(tile))
+        return lax.div(jnp.maximum(longest, -1) + TILE, jnp.int32(TILE))
 
     def dead(row: jax.Array) -> jax.Array:
         return most - live(row)
 
     total = _scan(positions_g, live, jnp.int32(0), lambda total, _, tiles: total + tiles)
-    share = _share(tuning.blocks, positions_g, total, live)
-    feed = (88 if tile // keys_g.shape[1] > 4 else 56) if tuning.consumers < 3 else 48
-    registers = (504 if tuning.consumers < 3 else 512) - feed
+    share = _share(blocks, positions_g, total, live)
+    feed = 48 if consumers > 2 else 56 if keys_g.shape[1] >= 32 else 88  # more for more pages of a tile
+    threads = 128 * (consumers + 1)
+    left = 65536 // threads // 8 * 8 * (consumers + 1) - feed
 
-    @pl.when(warpgroup == tuning.consumers)
+    @pl.when(warpgroup == consumers)
     def _() -> None:
         plgpu.set_max_registers(feed, action="decrease")
         _feed(shared, share, live, q_g, weights_g, (keys_g, *scales_g), table_g)
         pl.when(total < rows * most)(
-            lambda: _fill(
-                shared, _share(tuning.blocks, positions_g, rows * most - total, dead), live, dead, out_g
-            )
+            lambda: _fill(shared, _share(blocks, positions_g, rows * most - total, dead), live, dead, out_g)
         )
         _drain(shared, share)
 
-    @pl.when(warpgroup < tuning.consumers)
+    @pl.when(warpgroup < consumers)
     def _() -> None:
-        plgpu.set_max_registers(registers // tuning.consumers // 8 * 8, action="increase")
-        _consume(tuning, shared, share, live, warpgroup, positions_g, out_g)
+        plgpu.set_max_registers(left // consumers // 8 * 8, action="increase")
+        _consume(consumers, shared, share, live, warpgroup, positions_g, out_g)
 
 
 def _scan(positions_g, count: Callable[[jax.Array], jax.Array], start, visit: Callable):
@@ -275,10 +261,10 @@ def _feed(
     shared: _Shared, share: _Share, live: Callable, q_g, weights_g, caches_g: tuple[Ref, ...], table_g
 ) -> None:
     """Sends for queries, weights and tiles of keys, in the order of the share."""
-    rings, (stages, tile, _) = shared.queries.shape[0], shared.keys.shape
+    rings, stages = shared.queries.shape[0], shared.keys.shape[0]
     rows_a_sequence = q_g.shape[0] // table_g.shape[0]
     num_pages, page = caches_g[0].shape[:2]
-    pages = tile // page
+    pages = TILE // page
 
     def row(i: jax.Array, r: jax.Array, first: jax.Array, before: jax.Array, count: jax.Array) -> None:
         ring = lax.rem(i, jnp.int32(rings))
@@ -304,7 +290,7 @@ def _feed(
             full = shared.keys_full.at[stage]
             for cache_g, kept in zip(caches_g, (shared.keys, shared.scales), strict=False):
                 if cache_g.ndim == 2 and cache_g.shape[1] != page:
-                    place = pl.ds((first + turn) * tile, tile)
+                    place = pl.ds((first + turn) * TILE, TILE)
                     plgpu.copy_gmem_to_smem(cache_g.at[sequence, place], kept.at[stage], full)
                     continue
                 for j, one in enumerate(own):
@@ -331,13 +317,13 @@ def _drain(shared: _Shared, share: _Share) -> None:
 
 def _fill(shared: _Shared, share: _Share, live: Callable, dead: Callable, out_g) -> None:
     """Writes -inf to the share's tiles of dead ones."""
-    size, tile = shared.nothing.shape[0], shared.keys.shape[1]
+    size = shared.nothing.shape[0]
     shared.nothing[...] = jnp.full((size,), -jnp.inf, jnp.float32)
     plgpu.commit_smem()
 
     def row(_, r: jax.Array, first: jax.Array, __, count: jax.Array) -> None:
-        begin = (live(r) + first) * tile
-        wide = lax.div(count * tile, jnp.int32(size))
+        begin = (live(r) + first) * TILE
+        wide = lax.div(count * TILE, jnp.int32(size))
 
         def write(at: jax.Array, width: int) -> None:
             for token in range(out_g.shape[1]):
@@ -346,21 +332,20 @@ def _fill(shared: _Shared, share: _Share, live: Callable, dead: Callable, out_g)
 
         lax.fori_loop(0, wide, lambda i, _: write(begin + i * size, size), None)
         rest = begin + wide * size
-        narrow = count - wide * (size // tile)
-        lax.fori_loop(0, narrow, lambda i, _: write(rest + i * tile, tile), None)
+        narrow = count - wide * (size // TILE)
+        lax.fori_loop(0, narrow, lambda i, _: write(rest + i * TILE, TILE), None)
 
     share.each_row(dead, row)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _consume(
-    tuning: Tuning, shared: _Shared, share: _Share, live: Callable, warpgroup: jax.Array, positions_g, out_g
+    consumers: int, shared: _Shared, share: _Share, live: Callable, warpgroup: jax.Array, positions_g, out_g
 ) -> None:
     """Every `consumers`-th tile of the share."""
-    rings, (stages, tile, _) = shared.queries.shape[0], shared.keys.shape
-    tokens, consumers, together = out_g.shape[1], tuning.consumers, tuning.together or 1
+    rings, stages, tokens = shared.queries.shape[0], shared.keys.shape[0], out_g.shape[1]
     heads = shared.queries.shape[1] // tokens
-    key = plgpu.broadcasted_iota(jnp.int32, (tile,), 0, layout=_PER_KEY)
+    key = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_PER_KEY)
 
     def row(i: jax.Array, r: jax.Array, first: jax.Array, before: jax.Array, count: jax.Array) -> None:
         ring = lax.rem(i, jnp.int32(rings))
@@ -371,27 +356,25 @@ def _consume(
 
         def step(turn: jax.Array, _: None) -> None:
             n = skip + turn * consumers
-            stage, at = lax.rem(before + n, jnp.int32(stages)), (first + n) * tile
+            stage, at = lax.rem(before + n, jnp.int32(stages)), (first + n) * TILE
             place = shared.out.at[warpgroup, lax.rem(turn, jnp.int32(2))]
             plgpu.barrier_wait(shared.keys_full.at[stage])
             scale = None
             if shared.scales is not None:
                 scale = plgpu.load(shared.scales.at[stage], layout=_PER_KEY, optimized=False)
-            for token in range(0, tokens, together):
-                columns = [pl.ds((token + j) * heads, heads) for j in range(together)]
-                queries = [shared.queries.at[ring, own] for own in columns]
-                scores = _matmul(shared.keys.at[stage], queries)
-                if token + together == tokens:
+            for token in range(tokens):
+                columns = pl.ds(token * heads, heads)
+                scores = _matmul(shared.keys.at[stage], shared.queries.at[ring, columns])
+                if token == tokens - 1:
                     plgpu.barrier_arrive(shared.keys_free.at[stage])
-                for j, own in enumerate(columns):
-                    weight = plgpu.load(shared.weights.at[ring, own], layout=_PER_HEAD, optimized=False)
-                    positive = jnp.maximum(scores[j], 0.0)
-                    sums = (positive * lax.broadcast_in_dim(weight, positive.shape, [1])).sum(axis=1)
-                    sums = sums if scale is None else sums * scale
-                    place.at[token + j][...] = jnp.where(key + at <= limits[token + j], sums, -jnp.inf)
+                weight = plgpu.load(shared.weights.at[ring, columns], layout=_PER_HEAD, optimized=False)
+                positive = jnp.maximum(scores, 0.0)
+                sums = (positive * lax.broadcast_in_dim(weight, positive.shape, [1])).sum(axis=1)
+                sums = sums if scale is None else sums * scale
+                place.at[token][...] = jnp.where(key + at <= limits[token], sums, -jnp.inf)
             plgpu.commit_smem()
             for token in range(tokens):
-                plgpu.copy_smem_to_gmem(place.at[token], out_g.at[r, token, pl.ds(at, tile)])
+                plgpu.copy_smem_to_gmem(place.at[token], out_g.at[r, token, pl.ds(at, TILE)])
             plgpu.wait_smem_to_gmem(tokens, wait_read_only=True)
 
         lax.fori_loop(0, turns, step, None)
@@ -402,13 +385,12 @@ def _consume(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _matmul(keys: Ref, queries: list[Ref]) -> list[jax.Array]:
-    """[keys, heads] for each token's queries."""
+def _matmul(keys: Ref, queries: Ref) -> jax.Array:
+    """[keys, heads]."""
 
-    def run(*accumulators: Ref) -> list[jax.Array]:
-        for accumulator, own in zip(accumulators, queries, strict=True):
-            plgpu.wgmma(accumulator, keys, own.T)
-        return [accumulator[...] for accumulator in accumulators]
+    def run(accumulator: Ref) -> jax.Array:
+        plgpu.wgmma(accumulator, keys, queries.T)
+        return accumulator[...]
 
-    shape = plgpu.WGMMAAccumulatorRef((keys.shape[0], queries[0].shape[0]), jnp.float32)
-    return pl.run_scoped(run, *(shape,) * len(queries))
+    shape = (keys.shape[0], queries.shape[0])
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))

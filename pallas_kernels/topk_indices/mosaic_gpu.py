@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu import NUM_SMS, SMEM_BYTES, _vary_like
+from pallas_kernels.paged_attention.mosaic_gpu import NUM_SMS, _vary_like
 from pallas_kernels.topk_indices import selection, thread_code
 
 MAX_BLOCKS = 8  # of a cluster that every Hopper GPU can place
-SMALLEST_SHARE = 4096  # positions that are worth a block
+SMALLEST_SHARE = 8192  # positions that are worth a block
+LARGEST_SHARE = 1 << 19  # whose marks fit shared memory
 
 Ref = Any  # what Pallas passes to a kernel; its own annotations do not fit one another
 
@@ -26,7 +27,6 @@ class Tuning:
 
     blocks: int | None = None
     threads: int = 1024
-    copies: int = 4
     ahead: int = 4
 
 
@@ -34,16 +34,15 @@ def why_not(scores: jax.Array) -> str | None:
     """Why these shapes cannot run here, or None."""
     if scores.shape[1] % 4:
         return f"it takes rows of whole fours, got {scores.shape[1]}"
-    words = sum(_plan(scores, 1, Tuning(blocks=MAX_BLOCKS)).arrays().values())
-    if words * 4 > SMEM_BYTES - 8 * 1024:
-        return f"its marks do not fit shared memory, got rows of {scores.shape[1]}"
+    if scores.shape[1] > MAX_BLOCKS * LARGEST_SHARE:
+        return f"it takes rows of at most {MAX_BLOCKS * LARGEST_SHARE}, got {scores.shape[1]}"
     return None
 
 
 def topk_indices(scores: jax.Array, lengths: jax.Array, k: int, *, tuning: Tuning | None = None) -> jax.Array:
     """See api.topk_indices; shapes must have passed `why_not`."""
     plan = _plan(scores, k, tuning or Tuning())
-    lengths = jnp.clip(lengths.astype(jnp.int32), 0, plan.length)
+    lengths = lengths.astype(jnp.int32)
     (out,) = _vary_like((scores, lengths), [_kernel(plan, scores.shape[0])(scores, lengths)])
     return out
 
@@ -51,12 +50,14 @@ def topk_indices(scores: jax.Array, lengths: jax.Array, k: int, *, tuning: Tunin
 def _plan(scores: jax.Array, k: int, tuning: Tuning) -> selection.Plan:
     rows, length = scores.shape
     blocks = tuning.blocks or _choose_blocks(rows, length)
-    return selection.Plan(length, k, blocks, tuning.threads, tuning.copies, tuning.ahead)
+    return selection.Plan(length, k, blocks, tuning.threads, tuning.ahead)
 
 
 def _choose_blocks(rows: int, length: int) -> int:
     """As many as the chip holds at once, none with too little to do."""
     blocks = 1
+    while blocks * LARGEST_SHARE < length:
+        blocks *= 2
     while 2 * blocks <= min(MAX_BLOCKS, length // SMALLEST_SHARE) and 2 * blocks * rows <= NUM_SMS:
         blocks *= 2
     return blocks

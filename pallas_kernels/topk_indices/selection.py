@@ -18,6 +18,7 @@ BINS = 2048
 SHIFTS = (21, 10, 0)
 LOWEST = 0x007FFFFF  # the key of -inf; keys up to it are not there
 MARKS = 8  # words of marks a chunk: four of keys above, four of keys equal
+MOST_HELD = 8  # chunks whose keys a warp keeps in registers
 RESULTS = 4  # words for the result of a histogram
 
 Word = Any  # a value of every thread: unsigned, or a truth value
@@ -33,13 +34,15 @@ class Code(Protocol):
     rank: Word  # of the block among those that share the row
 
     def select(self, condition: Word, yes: Word | int, no: Word | int) -> Word: ...
+    def key(self, bits: Word) -> Word: ...
     def popcount(self, word: Word) -> Word: ...
     def ballot(self, condition: Word) -> Word: ...
     def from_lane(self, word: Word, lane: Word | int) -> Word: ...
     def read(self, array: str, index: Word | int) -> Word: ...
     def write(self, array: str, index: Word | int, value: Word | int, when: Word) -> None: ...
+    def write_four(self, array: str, index: Word, values: list[Word], when: Word) -> None: ...
     def increment(self, array: str, index: Word, when: Word) -> None: ...
-    def of_block(self, array: str, index: Word | int, rank: int) -> Word: ...
+    def of_block(self, array: str, index: Word | int, rank: Word | int) -> Word: ...
     def scores(self, index: Word) -> tuple[Word, ...]: ...
     def length(self) -> Word: ...
     def emit(self, index: Word, value: Word | int, when: Word) -> None: ...
@@ -52,15 +55,14 @@ class Code(Protocol):
 class Plan:
     """Static sizes.
 
-    `blocks` of `threads` share a row of `length`; neighbouring lanes count in `copies` of a histogram;
-    `ahead` chunks are read at once.
+    `blocks` of `threads` share a row of `length`. `ahead` chunks are read at once, where a warp has more than
+    it can hold.
     """
 
     length: int
     k: int
     blocks: int
     threads: int
-    copies: int
     ahead: int
 
     @property
@@ -75,9 +77,10 @@ class Plan:
     def arrays(self) -> dict[str, int]:
         """Words of a block's arrays."""
         return {
-            "histogram": BINS * self.copies,
-            "merged": len(SHIFTS) * BINS,
+            "histogram": BINS,
+            "merged": len(SHIFTS) * BINS if self.blocks > 1 else 1,
             "sums": (len(SHIFTS) + 2) * LANES,
+            "totals": 2,
             "found": len(SHIFTS) * RESULTS,
             "marks": self.warps * self.most_chunks * MARKS,
         }
@@ -85,22 +88,29 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Warp:
-    """A warp's own chunks of a row: `each` from chunk `first`, up to the row's `length`."""
+    """A warp's own chunks of a row: `each` from chunk `first`, up to the row's `length`.
+
+    `held`: their numbers and keys, where it holds them all.
+    """
 
     lane: Word
     index: Word
     first: Word
     each: Word
     length: Word
+    held: list[tuple[int, list[Word]]] = dataclasses.field(default_factory=list)
 
 
 def select(code: Code, plan: Plan) -> None:
     """Emits the ascending positions of the row's k best scores, then -1."""
     lane, warp = code.thread & (LANES - 1), code.thread >> 5
     length = code.length()
+    length = code.select(length >= 1 << 31, 0, code.select(length > plan.length, plan.length, length))
     warps = plan.blocks * plan.warps
     each = ((length + (CHUNK - 1)) // CHUNK + (warps - 1)) // warps
     own = _Warp(lane, warp, (code.rank * plan.warps + warp) * each, each, length)
+    if plan.most_chunks <= MOST_HELD:
+        own.held.extend(_load(code, plan, own, list(range(plan.most_chunks))))
     always = code.thread == code.thread
     for i in range(0, plan.arrays()["histogram"], plan.threads):
         code.write("histogram", code.thread + i, 0, always)
@@ -123,44 +133,44 @@ def select(code: Code, plan: Plan) -> None:
 
 
 def _keys(code: Code, plan: Plan, own: _Warp, visit: Any, carry: tuple[Word, ...]) -> tuple[Word, ...]:
-    """visit(chunk of the warp, keys of the lane's four positions, whether it is there, carry) for all."""
+    """carry = visit(chunk of the warp, keys of the lane's four positions, carry) for all chunks."""
+    for chunk, keys in own.held:
+        carry = visit(chunk, keys, carry)
+    if own.held:
+        return carry
 
     def step(i: Word, carry: tuple[Word, ...]) -> tuple[Word, ...]:
-        chunks = [i * plan.ahead + j for j in range(plan.ahead)]
-        places = [(own.first + chunk) * CHUNK + own.lane * 4 for chunk in chunks]
-        inside = [(chunk < own.each) & (at < own.length) for chunk, at in zip(chunks, places, strict=True)]
-        loaded = [
-            code.scores(code.select(here, at, 0)) for here, at in zip(inside, places, strict=True)
-        ]  # all asked for before the first is used
-        for chunk, at, words in zip(chunks, places, loaded, strict=True):
-            mine = chunk < own.each
-            keys = [
-                code.select(mine & (at + j < own.length), _key(code, word), 0) for j, word in enumerate(words)
-            ]
-            carry = visit(chunk, keys, mine, carry)
+        for chunk, keys in _load(code, plan, own, [i * plan.ahead + j for j in range(plan.ahead)]):
+            carry = visit(chunk, keys, carry)
         return carry
 
     return code.repeat((own.each + (plan.ahead - 1)) // plan.ahead, step, carry)
 
 
-def _key(code: Code, bits: Word) -> Word:
-    """A float's bits -> a word of the same order, the same for both zeros."""
-    flip = code.select(bits >= 0x80000000, 0xFFFFFFFF, 0x80000000)
-    return code.select(bits == 0x80000000, 0x80000000, bits ^ flip)
+def _load(code: Code, plan: Plan, own: _Warp, chunks: list) -> list[tuple[Any, list[Word]]]:
+    """Chunks of the warp with the keys of the lane's four positions, 0 behind the row's end."""
+    # A chunk behind the warp's last is another warp's: there all positions are behind the end.
+    places = [(own.first + chunk) * CHUNK + own.lane * 4 for chunk in chunks]
+    ends = [code.select(own.each > chunk, own.length, 0) for chunk in chunks]
+    # All are asked for before the first is used.
+    loaded = [code.scores(code.select(at < end, at, 0)) for at, end in zip(places, ends, strict=True)]
+    result = []
+    for chunk, at, end, words in zip(chunks, places, ends, loaded, strict=True):
+        left = code.select(end > at, end - at, 0)
+        result.append((chunk, [code.select(left > j, code.key(word), 0) for j, word in enumerate(words)]))
+    return result
 
 
 def _count(code: Code, plan: Plan, own: _Warp, step: int, known: Word) -> None:
     """The histogram of a step's bits, over keys whose higher bits are `known`."""
     shift = SHIFTS[step]
-    width = SHIFTS[step - 1] - shift if step else 32 - shift
-    copy = own.lane & (plan.copies - 1)
+    width = SHIFTS[step - 1] if step else 32
+    lowest = known << width if step else known
 
-    def visit(_: Word, keys: list[Word], mine: Word, carry: tuple[Word, ...]) -> tuple[Word, ...]:
-        del mine
+    def visit(_: Word, keys: list[Word], carry: tuple[Word, ...]) -> tuple[Word, ...]:
         for key in keys:
-            bits = key >> shift
-            counts = (bits >> width) == known if step else key > LOWEST
-            code.increment("histogram", (bits & ((1 << width) - 1)) * plan.copies + copy, counts)
+            above = key - lowest
+            code.increment("histogram", above >> shift, above < 1 << width if step else key > LOWEST)
         return carry
 
     _keys(code, plan, own, visit, ())
@@ -174,20 +184,18 @@ def _find(code: Code, plan: Plan, own: _Warp, step: int, need: Word) -> Word:
     """
     always, per_thread = code.thread == code.thread, BINS // plan.threads
     bins = [(BINS - 1 - i) - code.thread * per_thread for i in range(per_thread)]
-    counts = []
+    counts = [code.read("histogram", place) for place in bins]
     for place in bins:
-        copies = [code.read("histogram", place * plan.copies + i) for i in range(plan.copies)]
-        counts.append(_sum(copies))
-        for i in range(plan.copies):
-            code.write("histogram", place * plan.copies + i, 0, always)
+        code.write("histogram", place, 0, always)
     if plan.blocks > 1:
         for place, count in zip(bins, counts, strict=True):
             code.write("merged", place + step * BINS, count, always)
         code.meet_all()
-        counts = [
-            _sum([code.of_block("merged", place + step * BINS, rank) for rank in range(plan.blocks)])
+        several = [
+            [code.of_block("merged", place + step * BINS, rank) for rank in range(plan.blocks)]
             for place in bins
         ]
+        counts = [_sum(words) for words in several]
     before, total = _prefix(code, plan, own, step, _sum(counts))
     for place, count in zip(bins, counts, strict=True):
         here = (before < need) & (before + count >= need)
@@ -201,19 +209,19 @@ def _emit(code: Code, plan: Plan, own: _Warp, threshold: Word, ties: Word) -> No
     """Emits positions of keys above the threshold, and of the first `ties` equal to it."""
     marks, zero = own.index * (plan.most_chunks * MARKS), code.thread & 0
 
-    def mark(chunk: Word, keys: list[Word], mine: Word, carry: tuple[Word, ...]) -> tuple[Word, ...]:
-        above = [code.ballot(key > threshold) for key in keys]
-        equal = [code.ballot((key == threshold) & (key > LOWEST)) for key in keys]
-        for i, word in enumerate((*above, *equal)):
-            code.write("marks", marks + chunk * MARKS + i, word, mine & (own.lane == 0))
-        return (
-            carry[0] + _sum([code.popcount(word) for word in above]),
-            carry[1] + _sum([code.popcount(word) for word in equal]),
+    def mark(chunk: Word, keys: list[Word], carry: tuple[Word, ...]) -> tuple[Word, ...]:
+        sure, equal = carry
+        above, same = [key > threshold for key in keys], [(key == threshold) & (key > LOWEST) for key in keys]
+        for i, several in enumerate((above, same)):
+            words = [code.ballot(one) for one in several]
+            place = marks + (zero + chunk) * MARKS + i * 4
+            code.write_four("marks", place, words, (own.lane == 0) & (own.each > chunk))
+        return sure + _sum([code.select(one, 1, 0) for one in above]), equal + _sum(
+            [code.select(one, 1, 0) for one in same]
         )
 
     counts = _keys(code, plan, own, mark, (zero, zero))
-    sure, sure_total = _before_warp(code, plan, own, 0, counts[0])
-    equal, equal_total = _before_warp(code, plan, own, 1, counts[1])
+    (sure, sure_total), (equal, equal_total) = _before_warps(code, plan, own, counts)
     below = (zero + 1 << own.lane) - 1
 
     def chunk_out(chunk: Word, carry: tuple[Word, ...]) -> tuple[Word, ...]:
@@ -242,27 +250,24 @@ def _emit(code: Code, plan: Plan, own: _Warp, threshold: Word, ties: Word) -> No
         code.meet_all()  # until then others may read this block's arrays
 
 
-def _before_warp(code: Code, plan: Plan, own: _Warp, which: int, count: Word) -> tuple[Word, Word]:
-    """A number of each warp -> (sum over all warps before, in all blocks; sum over all)."""
-    base = (len(SHIFTS) + which) * LANES
-    code.write("sums", base + own.index, count, own.lane == 0)
-    if plan.blocks > 1:
-        code.meet_all()
-    else:
-        code.meet()
-    before, total = code.thread & 0, code.thread & 0
-    inside = own.lane < plan.warps
-    for rank in range(plan.blocks):
-        index = base + code.select(inside, own.lane, 0)
-        sums = code.of_block("sums", index, rank) if plan.blocks > 1 else code.read("sums", index)
-        running = _scan(code, own, code.select(inside, sums, 0))
-        all_of_it = code.from_lane(running, LANES - 1)
-        ahead = code.select(
-            own.index > 0, code.from_lane(running, code.select(own.index > 0, own.index - 1, 0)), 0
-        )
-        before = before + code.select(code.rank > rank, all_of_it, code.select(code.rank == rank, ahead, 0))
-        total = total + all_of_it
-    return before, total
+def _before_warps(code: Code, plan: Plan, own: _Warp, counts: tuple[Word, ...]) -> list[tuple[Word, Word]]:
+    """Two numbers of each thread -> of each (sum over all warps before, in all blocks; sum over all)."""
+    results = [_prefix(code, plan, own, len(SHIFTS) + i, count) for i, count in enumerate(counts)]
+    results = [(code.from_lane(before, 0), total) for before, total in results]
+    if plan.blocks == 1:
+        return results
+    for i, (_, total) in enumerate(results):
+        code.write("totals", i, total, code.thread == 0)
+    code.meet_all()
+    inside = own.lane < plan.blocks
+    rank = code.select(inside, own.lane, 0)
+    sums = [code.select(inside, code.of_block("totals", i, rank), 0) for i in range(2)]
+    everywhere = []
+    for (before, _), word in zip(results, sums, strict=True):
+        running = _scan(code, own, word)
+        others = code.from_lane(running - word, code.rank)
+        everywhere.append((before + others, code.from_lane(running, LANES - 1)))
+    return everywhere
 
 
 def _prefix(code: Code, plan: Plan, own: _Warp, which: int, count: Word) -> tuple[Word, Word]:

@@ -107,6 +107,14 @@ class Code:
     def select(self, condition: Word, yes: Operand, no: Operand) -> Word:
         return Word(arith.select(condition.value, _value(yes), _value(no)))
 
+    def key(self, bits: Word) -> Word:
+        """A float's bits -> a word of the same order, the same for both zeros."""
+        number = arith.bitcast(ir.F32Type.get(), bits.value)
+        zero = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 0.0))
+        bits_value = arith.bitcast(_i32(), arith.addf(number, zero))  # -0.0 + 0.0 = 0.0
+        flip = arith.ori(arith.shrsi(bits_value, _constant(31)), _constant(1 << 31))
+        return Word(arith.xori(bits_value, flip))
+
     def popcount(self, word: Word) -> Word:
         return Word(math.ctpop(word.value))
 
@@ -127,9 +135,14 @@ class Code:
     def increment(self, array: str, index: Word, when: Word) -> None:
         mgpu.utils.inline_ptx("red.shared.add.u32 [$0], 1;", self._at(array, index), predicate=when.value)
 
-    def of_block(self, array: str, index: Operand, rank: int) -> Word:
+    def write_four(self, array: str, index: Word, values: list[Word], when: Word) -> None:
+        code = "st.shared.v4.u32 [$0], {$1, $2, $3, $4};"
+        words = [word.value for word in values]
+        mgpu.utils.inline_ptx(code, self._at(array, index), *words, predicate=when.value)
+
+    def of_block(self, array: str, index: Operand, rank: Operand) -> Word:
         code = "{ .reg .b32 a; mapa.shared::cluster.u32 a, $1, $2; ld.shared::cluster.u32 $0, [a]; }"
-        return Word(self._ptx(code, self._at(array, index), _constant(rank), effects=True))
+        return Word(self._ptx(code, self._at(array, index), _value(rank), effects=True))
 
     def scores(self, index: Word) -> tuple[Word, ...]:
         at = mgpu.utils.getelementptr(self._scores, [index.value], _i32())

@@ -19,7 +19,7 @@ ERROR = 1e-5  # ‖out - ref‖ / ‖ref‖: products of rounded numbers are exa
 FLOAT8 = jnp.float8_e4m3fn
 
 
-TWO_STAGES = Tuning(stages=2)
+TWO_STAGES = Tuning(stages=2, consumers=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ CASES = {
         (200,), width=4, blocks=4, tuning=Tuning(consumers=3, stages=3)
     ),
     "small pages, float8": Case((40, 150), width=10, page=16, dtype=FLOAT8),
-    "four tokens, wide tiles for one": Case((300,), width=8, tokens=4, tuning=Tuning(stages=2, tile=256)),
+    "four tokens": Case((300,), width=10, tokens=4, page=32, dtype=FLOAT8, tuning=Tuning()),
     "small pages, a table that is no whole tiles": Case((40,), width=3, page=16, heads=64),
     "a long dead end": Case((5, 70), width=20, blocks=2),
 }

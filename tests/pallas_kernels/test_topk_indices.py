@@ -39,6 +39,10 @@ class Lockstep:
     def select(self, condition: Words, yes: Words | int, no: Words | int) -> Words:
         return np.where(condition, np.uint32(yes), np.uint32(no))
 
+    def key(self, bits: Words) -> Words:
+        bits = (bits.view(np.float32) + np.float32(0.0)).view(np.uint32)
+        return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+
     def popcount(self, word: Words) -> Words:
         return np.bitwise_count(word).astype(np.uint32)
 
@@ -66,16 +70,21 @@ class Lockstep:
         assert len(set(zip(*place, strict=True))) == len(index), f"two threads write to one word of {array}"
         self._arrays[array][place], self._writers[array][place] = value, self._me()[when]
 
+    def write_four(self, array: str, index: Words, values: list[Words], when: Words) -> None:
+        assert not np.any(index[when] % 4)
+        for i, value in enumerate(values):
+            self.write(array, index + np.uint32(i), value, when)
+
     def increment(self, array: str, index: Words, when: Words) -> None:
         place = self.rank[when], index.astype(np.int64)[when]
         assert not np.any(self._writers[array][place] >= 0), f"{array} is counted in before all have met"
         np.add.at(self._arrays[array], place, np.uint32(1))
         self._writers[array][place] = -2
 
-    def of_block(self, array: str, index: Words | int, rank: int) -> Words:
-        index = np.broadcast_to(index, self.thread.shape).astype(np.int64)
-        assert np.all(self._writers[array][rank][index] == -1), f"{array} is read before all blocks have met"
-        return self._arrays[array][rank][index]
+    def of_block(self, array: str, index: Words | int, rank: Words | int) -> Words:
+        place = tuple(np.broadcast_to(x, self.thread.shape).astype(np.int64) for x in (rank, index))
+        assert np.all(self._writers[array][place] == -1), f"{array} is read before all blocks have met"
+        return self._arrays[array][place]
 
     def scores(self, index: Words) -> tuple[Words, ...]:
         assert not np.any(index % 4)
@@ -102,9 +111,9 @@ class Lockstep:
         return carry
 
 
-def _program(blocks: int, threads: int = 256, copies: int = 4, ahead: int = 2) -> TopK:
+def _program(blocks: int, threads: int = 256, ahead: int = 2) -> TopK:
     def run(scores: np.ndarray, lengths: np.ndarray, k: int) -> np.ndarray:
-        plan = Plan(scores.shape[1], k, blocks, threads, copies, ahead)
+        plan = Plan(scores.shape[1], k, blocks, threads, ahead)
         rows = []
         for row, length in zip(scores, np.clip(lengths, 0, scores.shape[1]), strict=True):
             code = Lockstep(plan, row, int(length))
@@ -122,8 +131,9 @@ def _reference(scores: np.ndarray, lengths: np.ndarray, k: int) -> np.ndarray:
 IMPLEMENTATIONS: dict[str, TopK] = {
     "reference": _reference,
     "program": _program(1),
-    "program, 2 blocks": _program(2, threads=64, copies=1, ahead=4),
-    "program, 8 blocks": _program(8, threads=32, copies=2, ahead=3),
+    "program, too long to be held": _program(1, threads=32),
+    "program, 2 blocks": _program(2, threads=64, ahead=4),
+    "program, 8 blocks": _program(8, threads=32, ahead=3),
 }
 
 
@@ -203,7 +213,8 @@ def test_blocks_by_shape() -> None:
     found = [
         mosaic_gpu._choose_blocks(*shape) for shape in ((1, 131072), (1, 8192), (64, 131072), (100, 131072))
     ]
-    assert found == [8, 2, 2, 1]
+    assert found == [8, 1, 2, 1]
+    assert mosaic_gpu._choose_blocks(100, 1 << 20) == 2
 
 
 def test_says_where_it_does_not_run() -> None:
