@@ -123,11 +123,15 @@ def test_published_sizes_of_glm_45() -> None:
     assert 105e9 < air.num_parameters < 108e9
 
 
+# Every fourth of its 48 layers is of another kind: 12 periods, of which one of 8 stages must hold two.
+UNEVEN = {("qwen38_flash_next", 8): 16 / 12 - 1 + 0.01}  # and the second layer is a little larger
+
+
 @pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_empty_slots_stay_below_15_per_cent(name: str, stages: int) -> None:
     plan = draw_plan(PUBLISHED[name], EngineOptions(overrides={"stages": stages}), DEVICES["h200"])
-    assert plan.layout.plan.overhead < 0.15
+    assert plan.layout.plan.overhead < UNEVEN.get((name, stages), 0.15)
 
 
 def test_empty_slots_in_bytes() -> None:
