@@ -1,6 +1,6 @@
 """Makes the tiny trained checkpoints beside this file, each with the trainer's own command.
 
-    python -m tests.checkpoints.make mimo      # or another folder's name
+    python -m tests.checkpoints.make mimo      # or another name in CONFIGS
 
 Writes configuration, tokenizer and text into a work folder, runs `python -m mtp_jax.train --from-scratch` on
 them (minutes on a CPU core; a run that was stopped goes on), and copies the model here.
@@ -95,8 +95,9 @@ FLAGS = {
     "dtype": "float32",
     "devices": 1,
 }
-_FEWER = {"batch-tokens": 1024, "num-speculative-tokens": 2, "steps": 500}
-OWN_FLAGS: dict[str, dict[str, float]] = {"glm_moe_dsa": _FEWER, "qwen3_5_moe": _FEWER}
+# An update computes more; 200 of them were too few.
+_LONGER = {"batch-tokens": 1024, "steps": 1500}
+OWN_FLAGS: dict[str, dict[str, float]] = {"glm_moe_dsa": _LONGER, "qwen3_5_moe": _LONGER}
 
 
 def write_inputs(name: str, folder: Path) -> None:

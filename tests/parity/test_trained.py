@@ -25,7 +25,9 @@ SLOW = pytest.mark.slow
 FEW, SHORT = 16, 24  # prompts and tokens where a mistake is seen at once
 LEAST_ACCEPTED = 0.6
 LEAST_DISTINCT = 0.5  # below it text goes in circles, which any head can foresee
-FORGOTTEN = 0.5  # of the true acceptance: what a mistake leaves at most
+# Of the true acceptance, what a mistake leaves at most. A foreign embedding leaves a half (in the report a
+# third): the target's state alone tells much of what follows. Without the projection it is a thirtieth.
+FORGOTTEN = 0.6
 
 
 ALL = [pytest.param(name, marks=() if name == "mimo" else SLOW) for name in NAMES]
