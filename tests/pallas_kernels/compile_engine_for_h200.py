@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from mtp_jax.config import EngineConfig, ModelConfig  # noqa: E402
 from mtp_jax.engine.buckets import Bucket, Sampling  # noqa: E402
 from mtp_jax.engine.build import idle_plan  # noqa: E402
-from mtp_jax.engine.plan_arrays import PlanWriter  # noqa: E402
+from mtp_jax.engine.plan_arrays import PLAN_SPEC, PlanWriter  # noqa: E402
 from mtp_jax.engine.state import state_shapes, state_specs  # noqa: E402
 from mtp_jax.engine.step import Program, dividing_sizes  # noqa: E402
 from mtp_jax.engine.weights import WeightLayout  # noqa: E402
@@ -72,7 +72,7 @@ def main(stages: int, layers: int, drafts: int) -> None:
 
     weights = jax.tree.map(placed, layout.shapes(), layout.specs())
     state = jax.tree.map(placed, state_shapes(layout, config), state_specs(layout, config))
-    arrays = jax.tree.map(lambda x: placed(x, PartitionSpec()), idle)
+    arrays = jax.tree.map(lambda x: placed(x, PLAN_SPEC), idle)
     compiled = Program(config, layout).step(bucket).lower(weights, state, arrays).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None
