@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.running import (
-    END_SECONDS,
     MODEL,
     ROOT,
     START_SECONDS,
+    STOP_SECONDS,
     Launch,
     compile_cache,
     free_port,
@@ -53,7 +53,7 @@ def test_programs_on_demand_and_the_death_of_process_0(tmp_path: Path) -> None:
     with launched(tmp_path, 2, port, "--stages", "2") as launch:
         assert launch.complete(PROMPTS[0], **SHAPED)["choices"][0]["text"] == shaped["text"]
         launch.kill(0, signal.SIGTERM)
-        assert launch.wait_ended() == [0, 0], launch.report()
+        assert launch.wait_ended(STOP_SECONDS) == [0, 0], launch.report()
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ with LLM({str(MODEL)!r}, stages=2, use_tqdm=False, compile_cache=sys.argv[3], **
         for each in commands
     ]
     (printed, errors), (nothing, others) = (each.communicate(timeout=START_SECONDS) for each in processes)
-    assert [each.wait(END_SECONDS) for each in processes] == [0, 0], errors + others
+    assert [each.wait(STOP_SECONDS) for each in processes] == [0, 0], errors + others
     # What it printed, without a line of the collectives' library.
     assert [line for line in printed.splitlines() if line[:1] in "'\""] == list(map(repr, alone["greedy"]))
     assert "'" not in nothing
