@@ -49,6 +49,11 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def is_guided(self) -> bool:
+        """It has a grammar: what a round may emit is known only when the round before has been read."""
+        return self.request.params.structured_outputs is not None
+
+    @property
     def is_decoding(self) -> bool:
         """The final chunk has entered the ring, so the slot has a row."""
         return self.exit_plan is not None
@@ -126,13 +131,12 @@ def make_sequence(
     if drafts is not None and drafts > most_drafts:
         legal = f"0 to {most_drafts}, the drafts a round that this server was started with"
         raise InvalidRequestError("num_speculative_tokens", drafts, legal)
-    stop = () if params.ignore_eos else eos_token_ids
     return Sequence(
         request=request,
         tokens=list(prompt),
         max_total=_max_total(request, config),
         num_drafts=most_drafts if drafts is None else drafts,
-        stop_token_ids=tuple(dict.fromkeys((*stop, *params.stop_token_ids))),
+        stop_token_ids=params.end_token_ids(eos_token_ids),
         arrival=arrival,
     )
 
