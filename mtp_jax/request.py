@@ -44,7 +44,7 @@ class SamplingParams:
     top_p: float = 1.0  # nucleus: smallest set of tokens with at least this mass, (0, 1]
     top_k: int = 0  # most likely tokens kept; 0 or -1 keeps all
     seed: int | None = None  # same seed, same text, whatever the layout or batch; None draws one
-    max_tokens: int | None = 16  # completion tokens; None is as many as the context allows
+    max_tokens: int | None = 16  # completion tokens; None: as many as the context allows; 0: the prompt alone
     stop: tuple[str, ...] = ()  # strings that end the completion and are not part of it
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -88,7 +88,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "a number above 0 and up to 1"),
             ("top_k", -1 <= self.top_k < 2**31, "-1 or 0 (off) or a positive 32-bit integer"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "an integer of at least 1"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "an integer of at least 0"),
             ("n", 1 <= self.n <= MAX_CHOICES_OF_A_PROMPT, f"1 to {MAX_CHOICES_OF_A_PROMPT}"),
             ("stop", all(self.stop), "non-empty strings"),
             ("stop_token_ids", all(0 <= t < 2**31 for t in self.stop_token_ids), "token ids"),
@@ -254,7 +254,7 @@ class RequestOutput:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
-    error: str | None = None  # why it was given up, where the server is to blame; the reason is ABORT then
+    error: Exception | None = None  # why it was given up; its reason is ABORT then
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens answered by the prefix cache
     queued_seconds: float | None = None  # waited for a slot; set on the first increment

@@ -34,7 +34,7 @@ from mtp_jax.engine.state import EngineState, with_shaping
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.engine.step import StepOutput
 from mtp_jax.engine.weights import Weights
-from mtp_jax.errors import InvalidRequestError
+from mtp_jax.errors import InvalidRequestError, NotCompiledError
 from mtp_jax.request import EngineRequest, FinishReason, GrammarSpec, RequestOutput
 from mtp_jax.scheduler.plan import DispatchPlan, TokenUpdate
 from mtp_jax.scheduler.scheduler import Scheduler
@@ -42,7 +42,7 @@ from mtp_jax.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-COMPILER_FAILED = "the step that this request needs could not be compiled; the log says why"
+NOT_COMPILED = "the step that this request needs could not be compiled; the server's log says why"
 HELD_SECONDS = 0.005  # between two looks for an executable that everybody waits for
 
 
@@ -155,7 +155,7 @@ class Engine:
             self._grammars.forget(request.request_id)
         if not (self._scheduler.has_unfinished or self._unread):
             time.sleep(HELD_SECONDS)  # nothing else to do than wait for a compiler
-        return [_failed(request.request_id, COMPILER_FAILED) for request in failed]
+        return [_failed(request.request_id, NotCompiledError(NOT_COMPILED)) for request in failed]
 
     def step(self) -> list[RequestOutput]:
         """Launches the next dispatch, then reads the one before: the host works while the device does."""
@@ -325,8 +325,8 @@ class Engine:
             self.executables.close()
 
 
-def _failed(request_id: str, problem: str) -> RequestOutput:
-    """The last output of a request that cannot be answered, though nothing was wrong with it."""
+def _failed(request_id: str, problem: Exception) -> RequestOutput:
+    """The last output of a request that cannot be answered."""
     return RequestOutput(request_id, finish_reason=FinishReason.ABORT, error=problem)
 
 

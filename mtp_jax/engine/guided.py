@@ -49,6 +49,7 @@ def apply_masks(masks: jax.Array, raw: jax.Array, shaped: jax.Array, vocabulary:
 class _Guided:
     """A live request's place in its grammar."""
 
+    spec: GrammarSpec
     matcher: Matcher
     proposals: tuple[int, ...] = ()  # drafts that its next round may verify
 
@@ -93,20 +94,25 @@ class Grammars:
 
     def add(self, request_id: str, spec: GrammarSpec) -> None:
         """A request begins its text. Raises what `compile` raises."""
-        self._live[request_id] = _Guided(self.compile(spec).matcher())
+        self._live[request_id] = _Guided(spec, self.compile(spec).matcher())
 
     def forget(self, request_id: str) -> None:
         """A request has ended; it need not have had a grammar."""
         self._live.pop(request_id, None)
 
-    def advance(self, update: TokenUpdate) -> str | None:
+    def advance(self, update: TokenUpdate) -> InvalidRequestError | None:
         """Takes tokens that stand. Returns why the grammar cannot go on, if it cannot."""
         guided = self._live.get(update.request_id)
         if guided is None:
             return None
         guided.matcher.accept(update.token_ids)
         guided.proposals = update.proposals
-        return "the grammar takes too long to follow at this text" if guided.matcher.failed else None
+        if not guided.matcher.failed:
+            return None
+        legal = (
+            "a grammar that can be followed; its text came to where no token fits, or to where it is too slow"
+        )
+        return InvalidRequestError(guided.spec.field, guided.spec.kind, legal)
 
     def masks(
         self, slots: Sequence[SlotView], request_in: Callable[[int, int], str | None], num_drafts: int

@@ -1,6 +1,7 @@
 """What the host knows about one request, and the checks a request passes before it is queued."""
 
 import dataclasses
+import functools
 
 from mtp_jax.config import EngineConfig
 from mtp_jax.errors import InvalidRequestError
@@ -39,6 +40,11 @@ class Sequence:
         None  # index of the plan in which the final chunk leaves the ring; None before it enters
     )
     has_new_token: bool = False  # a token was read back in this stay
+
+    @functools.cached_property
+    def _stops(self) -> frozenset[int]:
+        """The stop tokens: there may be as many as the vocabulary has."""
+        return frozenset(self.stop_token_ids)
 
     @property
     def request_id(self) -> str:
@@ -109,9 +115,11 @@ class Sequence:
 
     def cut(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """New tokens up to the first that ends the request, and why it ends there."""
+        if self.request.params.max_tokens == 0:
+            return (), FinishReason.LENGTH
         room = self.max_total - len(self.tokens)
         for count, token in enumerate(token_ids[:room], start=1):
-            if token in self.stop_token_ids:
+            if token in self._stops:
                 return token_ids[:count], FinishReason.STOP
         if len(token_ids) >= room:
             return token_ids[:room], FinishReason.LENGTH
@@ -144,6 +152,8 @@ def make_sequence(
 def _max_total(request: EngineRequest, config: EngineConfig) -> int:
     """Most tokens, prompt and completion, of a request; raises where it cannot be served."""
     prompt, wanted = len(request.prompt_token_ids), request.params.max_tokens
+    if wanted == 0:  # one is made, and not told
+        wanted = 1
     context, pool = config.max_model_len, config.num_pages * config.page_size
     if not prompt:
         raise InvalidRequestError("prompt", "no tokens", "at least one token")

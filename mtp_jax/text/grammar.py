@@ -48,7 +48,7 @@ _LIMITS = {
     "verbose_errors": False,
 }
 # A model may write white space for ever where any amount of it is legal.
-_JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 _SPECIAL_CHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
 
 
@@ -127,7 +127,7 @@ class GrammarCompiler:
 def _translated(spec: GrammarSpec) -> str:
     match spec.kind:
         case "json":
-            return llguidance.LLMatcher.grammar_from_json_schema(spec.source, overrides=_JSON_OPTIONS)
+            return llguidance.LLMatcher.grammar_from_json_schema(spec.source, overrides=JSON_OPTIONS)
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(spec.source)
         case "ebnf":
