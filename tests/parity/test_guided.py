@@ -146,7 +146,10 @@ def test_greedy_text(stages: int, k: int, head: str) -> None:
     assert tokens_of(outputs["free"]) == [*chain("count")[2:], *chain("count")][:40]
 
 
-@MATRIX
+@pytest.mark.parametrize(
+    ("stages", "k", "head"),
+    [(1, 3, "alternate"), (2, 3, "alternate"), *(pytest.param(*case, marks=SLOW) for case in SLOW_CASES)],
+)
 def test_seeded_text(stages: int, k: int, head: str) -> None:
     """A seed gives the text that it gives without drafts and neighbours; it never leaves the language."""
     engine, wanted = engine_of(stages, k, head), jobs_of(k, temperature=1.3, top_k=40)
