@@ -193,8 +193,9 @@ def call_grammar(parser: str, schemas: Schemas, *, named: bool) -> GrammarSpec:
     """
     rules, starts = [], []
     for index, (name, schema) in enumerate(schemas.items()):
-        head = "" if named else f"{json.dumps(f' {json.dumps(name)}, {json.dumps(JSON_CALLS[parser])}:')} "
-        starts.append(f'{head}/[ ]?/ arguments{index} "}}"')
+        words = [] if named else [f"{json.dumps(name)},", f"{json.dumps(JSON_CALLS[parser])}:"]
+        parts = [*map(json.dumps, words), f"arguments{index}"]
+        starts.append(" ".join(f"/[ ]?/ {part}" for part in parts) + ' "}"')
         held = {"type": "object", **schema, "x-guidance": JSON_OPTIONS}
         rules.append(f"arguments{index}: %json {json.dumps(held)}")
     return GrammarSpec("ebnf", "\n".join([f"start: {' | '.join(starts)}", *rules]), "tools")
