@@ -7,6 +7,7 @@ the log has no error.
     python benchmarks/http_soak.py                                   # starts a server for the default model
     python benchmarks/http_soak.py -- --model DIR --num-speculative-tokens 2
     python benchmarks/http_soak.py --url http://127.0.0.1:8000       # a server that runs already, and is idle
+    python benchmarks/http_soak.py --minutes 10 --requests 1000      # soak after soak on one server
 
 Exit code 0 and one line of figures; 1 and the failures otherwise. Equality of texts is promised in float32.
 """
@@ -317,6 +318,23 @@ def soak(url: str, count: int = 200, concurrency: int = 16, seed: int = 0) -> So
     return asyncio.run(_soak(url, count, concurrency, seed))
 
 
+def soak_for(url: str, minutes: float, count: int, concurrency: int, seed: int) -> list[SoakReport]:
+    """Soak after soak, each with requests of its own, until the time is over; one at least."""
+    deadline = time.monotonic() + 60 * minutes
+    reports: list[SoakReport] = []
+    while not reports or time.monotonic() < deadline:
+        reports.append(soak(url, count, concurrency, seed + len(reports)))
+        print(reports[-1], flush=True)
+    return reports
+
+
+def resident_mib(process: subprocess.Popen) -> float:
+    """Memory that a process holds, MiB; 0 where the system does not tell."""
+    status = Path(f"/proc/{process.pid}/status")
+    found = re.search(r"VmRSS:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return int(found[1]) / 1024 if found else 0.0
+
+
 def log_errors(text: str) -> list[str]:
     """Lines of a server's log that should not be there."""
     return [
@@ -349,23 +367,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Soak test over HTTP.")
     parser.add_argument("--url", help="a running server; without it, one is started")
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=0, help="repeat the soak for so long")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("flags", nargs="*", help="after --: flags of the server to start")
     given = parser.parse_args()
     logged: list[str] = []
     if given.url:
-        report = soak(given.url, given.requests, given.concurrency, given.seed)
+        reports = soak_for(given.url, given.minutes, given.requests, given.concurrency, given.seed)
     else:
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "server.log"
-            with started_server(given.flags, log) as (url, _):
-                report = soak(url, given.requests, given.concurrency, given.seed)
+            with started_server(given.flags, log) as (url, process):
+                reports = soak_for(url, 0, given.requests, given.concurrency, given.seed)
+                first = resident_mib(process)
+                if given.minutes:
+                    later = (given.minutes, given.requests, given.concurrency, given.seed + 1)
+                    reports += soak_for(url, *later)
+                    print(f"server: {first:.0f} MiB after the first soak, then {resident_mib(process):.0f}")
             logged = log_errors(log.read_text())
-    for failure in (*report.failures, *logged):
+    failures = [*(failure for report in reports for failure in report.failures), *logged]
+    for failure in failures:
         print(failure, file=sys.stderr)
-    print(report)
-    return 1 if report.failures or logged else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -32,5 +32,9 @@ class UnsupportedHereError(NotImplementedError):
     """This back end or build cannot do it; another could."""
 
 
+class NotCompiledError(RuntimeError):
+    """A step that a request needs could not be compiled; the log says why."""
+
+
 class EngineDeadError(RuntimeError):
     """The engine stopped on an internal error; nothing further will be answered."""

@@ -274,6 +274,8 @@ class LLM:
                 while unfinished:
                     for output in engine.step():
                         outputs[output.request_id].append(output)
+                        if output.error is not None:
+                            raise output.error
                         if output.finish_reason is not None:
                             unfinished.discard(output.request_id)
                             bar.update()

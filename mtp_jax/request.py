@@ -19,6 +19,20 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
+class GrammarSpec:
+    """What the text must be; `text.grammar` makes them, and compiles them.
+
+    Attributes:
+      kind: `json` (source: a JSON schema), `regex`, or `ebnf` (Lark's or GBNF's syntax).
+      field: the parameter of the request that errors name.
+    """
+
+    kind: str
+    source: str
+    field: str = "structured_outputs"
+
+
+@dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How one completion is sampled. Names and defaults are vLLM's and OpenAI's.
 
@@ -30,7 +44,7 @@ class SamplingParams:
     top_p: float = 1.0  # nucleus: smallest set of tokens with at least this mass, (0, 1]
     top_k: int = 0  # most likely tokens kept; 0 or -1 keeps all
     seed: int | None = None  # same seed, same text, whatever the layout or batch; None draws one
-    max_tokens: int | None = 16  # completion tokens; None is as many as the context allows
+    max_tokens: int | None = 16  # completion tokens; None: as many as the context allows; 0: the prompt alone
     stop: tuple[str, ...] = ()  # strings that end the completion and are not part of it
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -48,6 +62,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # texts whose tokens never follow each other
     logprobs: int | None = None  # report each token's log-probability, and of so many alternatives
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    structured_outputs: GrammarSpec | None = None  # a grammar of the text; its end ends the completion
 
     def __post_init__(self):
         self._normalise()
@@ -73,7 +88,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "a number above 0 and up to 1"),
             ("top_k", -1 <= self.top_k < 2**31, "-1 or 0 (off) or a positive 32-bit integer"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "an integer of at least 1"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "an integer of at least 0"),
             ("n", 1 <= self.n <= MAX_CHOICES_OF_A_PROMPT, f"1 to {MAX_CHOICES_OF_A_PROMPT}"),
             ("stop", all(self.stop), "non-empty strings"),
             ("stop_token_ids", all(0 <= t < 2**31 for t in self.stop_token_ids), "token ids"),
@@ -131,7 +146,13 @@ class SamplingParams:
         """Whether it asks for more than temperature, top-k and top-p."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
         masks = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens
+        masks = masks or self.structured_outputs is not None
         return any(penalties) or bool(masks) or (self.min_p > 0 and self.temperature > 0)
+
+    def end_token_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Tokens that end the completion, given the model's own. Nothing may follow the end of a grammar."""
+        ignores = self.ignore_eos and self.structured_outputs is None
+        return tuple(dict.fromkeys((*(() if ignores else eos_token_ids), *self.stop_token_ids)))
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raises InvalidRequestError for a token id that the model does not have."""
@@ -233,6 +254,7 @@ class RequestOutput:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    error: Exception | None = None  # why it was given up; its reason is ABORT then
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens answered by the prefix cache
     queued_seconds: float | None = None  # waited for a slot; set on the first increment

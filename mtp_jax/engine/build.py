@@ -16,6 +16,7 @@ from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
 from mtp_jax.engine.follower import Follower
+from mtp_jax.engine.guided import Grammars, mask_shape
 from mtp_jax.engine.leader import Leader
 from mtp_jax.engine.memory import MemoryPlan, check_memory, device_memory_bytes, plan_memory
 from mtp_jax.engine.placed import check_placed, load_weights
@@ -281,6 +282,14 @@ def construct(
         buckets=table,
         writer=PlanWriter(config, layout.placement),
         shaping=ShapingSlots(config.max_num_seqs, layout.padded_vocab, layout.placement),
+        grammars=Grammars(
+            tokenizer,
+            layout.model.vocab_size,
+            layout.model.eos_token_ids,
+            layout.padded_vocab,
+            config.max_num_seqs,
+            layout.placement,
+        ),
         weights=weights,
         state=state,
         leader=leader,
@@ -309,7 +318,11 @@ def _shapes_of(
         idle = idle_plan(bucket, program.config)
         plan = PlanWriter(program.config, layout.placement).write(idle, bucket)
         plan = jax.tree.map(lambda x: placed(x, stand_in(PLAN_SPEC)), plan)
-        return weights, with_shaping(state, shaping) if bucket.sampling is Sampling.SHAPED else state, plan
+        if bucket.sampling is not Sampling.SHAPED:
+            return weights, state, plan
+        shape = mask_shape(program.config.max_num_seqs, bucket.drafts, layout.padded_vocab)
+        masks = placed(stand_in(jax.ShapeDtypeStruct(shape, jnp.uint32)), stand_in(PLAN_SPEC))
+        return weights, with_shaping(state, shaping), dataclasses.replace(plan, masks=masks)
 
     return of_bucket
 

@@ -14,10 +14,11 @@ from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.adaptive import DraftChooser
 from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling, bucket_of, report_of, sampling_of
 from mtp_jax.engine.executables import Compiled, Executables
+from mtp_jax.engine.guided import Grammars
 from mtp_jax.engine.leader import Leader
 from mtp_jax.engine.on_demand import OnDemand
 from mtp_jax.engine.orders import Launch
-from mtp_jax.engine.outputs import Completion
+from mtp_jax.engine.outputs import Completion, failed_output
 from mtp_jax.engine.plan_arrays import (
     PlanArrays,
     PlanChanges,
@@ -38,14 +39,15 @@ from mtp_jax.engine.state import EngineState, with_shaping
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.engine.step import StepOutput
 from mtp_jax.engine.weights import Weights
-from mtp_jax.errors import InvalidRequestError
-from mtp_jax.request import EngineRequest, FinishReason, RequestOutput
+from mtp_jax.errors import InvalidRequestError, NotCompiledError
+from mtp_jax.request import EngineRequest, GrammarSpec, RequestOutput
 from mtp_jax.scheduler.plan import DispatchPlan, TokenUpdate
 from mtp_jax.scheduler.scheduler import Scheduler
 from mtp_jax.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+NOT_COMPILED = "the step that this request needs could not be compiled; the server's log says why"
 HELD_SECONDS = 0.005  # between two looks for an executable that everybody waits for
 
 
@@ -79,6 +81,7 @@ class Engine:
         buckets: BucketTable,
         writer: PlanWriter,
         shaping: ShapingSlots,
+        grammars: Grammars,
         weights: Weights,
         state: EngineState,
         leader: Leader | None = None,  # of the other processes, in process 0 of several
@@ -93,6 +96,7 @@ class Engine:
         self._scheduler, self._writer = scheduler, writer
         self._weights, self._state, self._leader = weights, state, leader
         self._shaping, self._on_demand = shaping, OnDemand(executables, buckets)
+        self._grammars = grammars
         # A thread of its own: a launch on a GPU is 1,500 kernels and 2 ms of a host that has more to do.
         self._launcher = ThreadPoolExecutor(1, "mtp-jax-launch")
         self._unread: collections.deque[Launched] = collections.deque()
@@ -111,6 +115,8 @@ class Engine:
             legal = "an id that no unfinished request has"
             raise InvalidRequestError("request_id", request.request_id, legal)
         self._scheduler.check(request)
+        if request.params.structured_outputs is not None:
+            self._grammars.add(request.request_id, request.params.structured_outputs)
         if not self._on_demand.must_wait(request, busy=self._scheduler.has_unfinished):
             self._scheduler.add(request)
         self._completions[request.request_id] = Completion(request, self.tokenizer, time.monotonic())
@@ -120,15 +126,24 @@ class Engine:
         params, size = request.params, self.model_config.vocab_size
         params.check_token_ids(size)
         bad_words = bad_word_tokens(params, self.tokenizer)
-        stop = (*params.stop_token_ids, *(() if params.ignore_eos else self.model_config.eos_token_ids))
+        stop = params.end_token_ids(self.model_config.eos_token_ids)
         check_something_is_left(params, bad_words, stop, size)
         return dataclasses.replace(request, bad_word_ids=bad_words) if bad_words else request
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once, without an output; False where it is not known (any more)."""
         self._completions.pop(request_id, None)
+        self._grammars.forget(request_id)
         held = self._on_demand.forget(request_id)
         return self._scheduler.finish(request_id) or held
+
+    def compile_grammar(self, spec: GrammarSpec) -> None:
+        """Has a grammar compiled ahead of its request; any thread may call it.
+
+        Raises:
+          InvalidRequestError: it is none, or too large, or takes too long.
+        """
+        self._grammars.compile(spec)
 
     def has_work(self) -> bool:
         """True while a request is unfinished or a dispatch is unread."""
@@ -143,9 +158,10 @@ class Engine:
         failed = self._on_demand.take_failed()
         for request in failed:
             del self._completions[request.request_id]
+            self._grammars.forget(request.request_id)
         if not (self._scheduler.has_unfinished or self._unread):
             time.sleep(HELD_SECONDS)  # nothing else to do than wait for a compiler
-        return [RequestOutput(request.request_id, finish_reason=FinishReason.ABORT) for request in failed]
+        return [failed_output(request.request_id, NotCompiledError(NOT_COMPILED)) for request in failed]
 
     def step(self) -> list[RequestOutput]:
         """Launches the next dispatch, then reads the one before: the host works while the device does."""
@@ -177,7 +193,10 @@ class Engine:
         bucket, step = self.executables.find(exact)
         self._look_ahead(plan, exact)
         changes, pending = self._writer.changes(plan, bucket), self._shaping.pending(plan.slots)
-        arrays = self._writer.apply(changes, bucket)
+        if bucket.sampling is Sampling.SHAPED:
+            masks = self._grammars.masks(plan.slots, self._scheduler.request_in, bucket.drafts)
+            changes = dataclasses.replace(changes, masks=masks)
+        arrays = self._arrays(changes, bucket)
         output = self._launcher.submit(self._launch_everywhere, step, arrays, changes, bucket, pending)
         alike = bool(self._unread) and self._unread[-1].bucket == bucket == exact and not bucket.chunk
         times = alike and not self.executables.is_compiling
@@ -200,8 +219,15 @@ class Engine:
 
     def follow(self, order: Launch) -> StepOutput:
         """Launches what process 0 launches; all that an engine does in the other processes."""
-        step, arrays = self.executables.compile(order.bucket), self._writer.apply(order.changes, order.bucket)
+        step, arrays = self.executables.compile(order.bucket), self._arrays(order.changes, order.bucket)
         return self._run(step, arrays, order.bucket, order.installations)
+
+    def _arrays(self, changes: PlanChanges, bucket: Bucket) -> PlanArrays:
+        """Sends the changes of a dispatch; the arrays of its step."""
+        arrays = self._writer.apply(changes, bucket)
+        if bucket.sampling is not Sampling.SHAPED:
+            return arrays
+        return dataclasses.replace(arrays, masks=self._grammars.place(changes.masks, bucket.drafts))
 
     def _run(
         self,
@@ -298,8 +324,12 @@ class Engine:
         if completion is None:  # a stop string ended it earlier in this very dispatch
             return None
         output = completion.push(update, self._scheduler.num_cached_tokens(update.request_id))
+        problem = self._grammars.advance(update)
+        if problem is not None:
+            output = _failed(update.request_id, problem)
         if output.finish_reason is not None:
             del self._completions[update.request_id]
+            self._grammars.forget(update.request_id)
             self._on_demand.forget(update.request_id)
             if update.finish_reason is None:  # a stop string, which only the host sees
                 self._scheduler.finish(update.request_id)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.buckets import Bucket, Report, Sampling
 from mtp_jax.engine.draft import MTP, Drafter
+from mtp_jax.engine.guided import apply_masks
 from mtp_jax.engine.leaving import Chunk, VerifyRows, scatter_index
 from mtp_jax.engine.logprobs import prompt_rows, report, report_prompt, report_whole
 from mtp_jax.engine.ngrams import advance_context
@@ -44,8 +45,9 @@ class Head:
     ) -> tuple[Slots, Cache | None, jax.Array]:
         """hidden [B, T, D] and lane_hidden [C, D] are the residual stream(s) after the last layer.
 
-        Returns (slots, MTP cache, results [B (+1), RESULT_FIELDS + T] int32). Where the bucket reports
-        log-probabilities, these follow in each row; those of a prompt chunk are C rows more.
+        Returns (slots, MTP cache, results [B (+1), RESULT_FIELDS + T] int32). Where the bucket shapes logits,
+        the next drafts follow in each row; where it reports log-probabilities, these do; those of a prompt
+        chunk are C rows more.
         """
         recycled, lane_recycled = hidden, lane_hidden
         last_rows = hidden = self.final_norm(hidden)
@@ -73,7 +75,11 @@ class Head:
                 )
         offered = jnp.sum(rows.drafts >= 0, axis=1, dtype=jnp.int32)
         fields = jnp.stack([rows.slot, rows.generation, count, offered, accepted], axis=1)
-        parts = [fields, tokens] if reports is None else [fields, tokens, reports]
+        parts = [fields, tokens]
+        if self.bucket.sampling is Sampling.SHAPED and slots.drafts is not None:
+            parts.append(slots.drafts[rows.slot, : self.bucket.drafts])  # grammars want to know them
+        if reports is not None:
+            parts.append(reports)
         results = jnp.concatenate(parts, axis=1)
         if self.bucket.report is Report.PROMPTS and chunk is not None and lane_hidden is not None:
             of_prompt = self._report_prompt(chunk, rows.generation[-1], lane_hidden, results.shape[1])
@@ -91,6 +97,8 @@ class Head:
         logits = raw
         if slots.shaping is not None:
             logits = shape_logits(slots.shaping, rows, raw, self.vocabulary)
+            assert self.plan.masks is not None
+            logits = apply_masks(self.plan.masks[rows.slot], raw, logits, self.vocabulary)
         if self.bucket.report and self.config.logprobs_mode == "processed":
             return self._verify_whole_rows(slots, rows, self._sampling(rows, t), logits, reports=True)
         tokens, accepted = self._choose(slots, rows, logits)

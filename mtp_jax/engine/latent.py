@@ -1,6 +1,6 @@
 """Latent attention over pages, whole and sparse, and the indexer's choice, in blocks of tokens.
 
-The choice is made by kernels where they fit, else by XLA, as the rest is.
+The choice is made, and attended to, by kernels where they fit, else by XLA, as the rest is.
 
 What is gathered for a block of token rows stays below a few times what one row of a long context takes, so
 that a long prefill never holds a gathered copy of its whole context for every token.
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from mtp_jax.models.layers import product
 from pallas_kernels.device import NotHereError
 from pallas_kernels.indexer_logits import indexer_logits
+from pallas_kernels.sparse_mla import rows_of, sparse_mla
 from pallas_kernels.topk_indices import topk_indices
 
 MASKED = -1e30  # score of a position that is not seen
@@ -53,7 +54,10 @@ def attend_chosen(
     q: jax.Array, cache: jax.Array, table: jax.Array, indices: jax.Array, scale: float, width: int
 ) -> jax.Array:
     """As `attend_all`, over the positions `indices` [B * T, J] of each token (-1: none)."""
-    page_size = cache.shape[1]
+    b, page_size = table.shape[0], cache.shape[1]
+    with contextlib.suppress(NotHereError):
+        rows = rows_of(indices.reshape(b, -1), table, page_size).reshape(indices.shape)
+        return sparse_mla(q, cache, rows, scale, value_width=width)[0]
 
     def block(table: jax.Array, q: jax.Array, indices: jax.Array) -> jax.Array:
         at = jnp.maximum(indices, 0)

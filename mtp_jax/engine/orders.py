@@ -25,6 +25,8 @@ class Launch:
         parts: dict[str, Mapping[str, np.ndarray]] = {"plan": self.changes.fields}
         if self.changes.chunks is not None:
             parts["chunks"] = self.changes.chunks
+        if self.changes.masks is not None:
+            parts["grammars"] = {"masks": self.changes.masks}
         for index, (_, rows) in enumerate(self.installations):
             parts[f"install{index}"] = {name: np.asarray(array) for name, array in vars(rows).items()}
         arrays = {f"{part} {name}": array for part, named in parts.items() for name, array in named.items()}
@@ -40,7 +42,8 @@ class Launch:
         slots = message.fields["slots"]
         assert isinstance(slots, list)
         rows = [ShapingState(**parts[f"install{index}"]) for index in range(len(slots))]  # pyright: ignore[reportArgumentType]
-        changes = PlanChanges(parts["plan"], parts.get("chunks"))
+        masks = parts.get("grammars", {}).get("masks")
+        changes = PlanChanges(parts["plan"], parts.get("chunks"), masks)
         return cls(read_bucket(message), changes, list(zip(slots, rows, strict=True)))
 
 

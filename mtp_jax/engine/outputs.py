@@ -41,6 +41,11 @@ class DraftMarks:
         return tuple(spans)
 
 
+def failed_output(request_id: str, problem: Exception) -> RequestOutput:
+    """The last output of a request that cannot be answered."""
+    return RequestOutput(request_id, finish_reason=FinishReason.ABORT, error=problem)
+
+
 class Completion:
     """The text of one request as it grows. Times are `time.monotonic()` seconds."""
 
@@ -99,10 +104,10 @@ class Completion:
                 break  # a stop token is counted, and is no part of the text
             text = self._detokenizer.push((token,))
             self._marks.push(len(text), taken <= update.num_accepted)  # the round's last is the target's own
-            if self._stops is None or self._is_exempt:
+            if self._stops is None:
                 pieces.append(text)
                 continue
-            emitted, matched = self._stops.push(text)
+            emitted, matched = self._stops.push(text, exempt=self._is_exempt)
             pieces.append(emitted)
             if matched is not None:
                 return self._output(pieces, update, taken, FinishReason.STOP, matched, num_cached_tokens)
@@ -114,17 +119,17 @@ class Completion:
 
     @property
     def _is_exempt(self) -> bool:
-        """Whether no stop string is looked for yet: nothing stops before min_tokens."""
+        """Whether no stop string may end yet: nothing stops before min_tokens. As in vLLM, one may begin."""
         return self._num_tokens <= self._request.params.min_tokens
 
     def _finish(self, pieces: list[str]) -> str | None:
         """Releases held text at the end; it may complete a stop string after all."""
         rest = self._detokenizer.finish()
         self._marks.push(len(rest), False)  # bytes that no token made a character of
-        if self._stops is None or self._is_exempt:
+        if self._stops is None:
             pieces.append(rest)
             return None
-        emitted, matched = self._stops.push(rest)
+        emitted, matched = self._stops.push(rest, exempt=self._is_exempt)
         pieces.append(emitted)
         if matched is None:
             pieces.append(self._stops.finish())

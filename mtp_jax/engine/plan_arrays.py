@@ -57,6 +57,7 @@ class PlanArrays:
     top_k: jax.Array | None  # U; None where whole rows are not needed
     top_p: jax.Array | None  # U float32; likewise
     chunks: ChunkArrays | None  # None: no prefill lane in this dispatch
+    masks: jax.Array | None = None  # U T words uint32, of grammars; there in steps that shape logits
 
     def sampling(self, slot: jax.Array, position: jax.Array) -> RowSampling:
         """Parameters of rows with these slots, for tokens at these positions (of one shape)."""
@@ -78,6 +79,7 @@ class PlanChanges:
 
     fields: dict[str, np.ndarray]  # of PlanArrays, those that changed
     chunks: dict[str, np.ndarray] | None  # of ChunkArrays; None without a lane
+    masks: np.ndarray | None = None  # of grammars; None where no request has one
 
 
 class PlanWriter:
@@ -207,19 +209,21 @@ def read_results(packed: np.ndarray, bucket: Bucket, slots: Sequence[SlotView] =
     """Results of a dispatch, [ticks, rows, fields], as rows in tick order; empty ones left out.
 
     Args:
-      packed: with the engine's numbers of slots; a row is RESULT_FIELDS, then the bucket's k + 1 tokens,
-        then their reports where it has them.
+      packed: with the engine's numbers of slots; a row is RESULT_FIELDS, then the bucket's k + 1 tokens, then
+        the next k drafts where it shapes logits, then the tokens' reports where it has them.
       slots: those of the plan, which say who wants log-probabilities.
     """
     first, results = RESULT_FIELDS + bucket.drafts + 1, []
+    told = bucket.drafts if bucket.sampling is Sampling.SHAPED else 0
     for row in packed[packed[:, :, 2] > 0]:
-        slot, generation, count, num_drafts, accepted, *tokens = row[:first].tolist()
+        slot, generation, count, num_drafts, accepted, *tokens = row[: first + told].tolist()
         emitted, wanted, logprobs = tuple(tokens[:count]), None, ()
+        proposals = tuple(tokens[bucket.drafts + 1 :])
         if bucket.report and slots[slot].generation == generation:
             wanted = slots[slot].logprobs
         if wanted is not None:
-            logprobs = unpack_all(emitted, row[first:], wanted)
-        results.append(RowResult(slot, generation, emitted, num_drafts, accepted, logprobs))
+            logprobs = unpack_all(emitted, row[first + told :], wanted)
+        results.append(RowResult(slot, generation, emitted, num_drafts, accepted, logprobs, proposals))
     return results
 
 

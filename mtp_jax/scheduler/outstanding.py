@@ -79,3 +79,8 @@ class OutstandingPlans:
         for every request that it is not already sure of.
         """
         return self.remaining(sequence) <= 0
+
+    def hides_text_of(self, sequence: Sequence) -> bool:
+        """Whether a request's grammar has yet to see what they emit: the next masks follow from it."""
+        may_grow = sequence.is_guided and sequence.is_decoding
+        return may_grow and self.most_tokens(sequence, widest=1) > 0

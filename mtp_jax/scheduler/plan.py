@@ -95,6 +95,7 @@ class RowResult:
     num_drafts: int  # drafts that were verified for them; 0 for the first token after a prompt
     num_accepted: int  # of these, accepted (before any cut)
     logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids, one each, where asked for
+    proposals: tuple[int, ...] = ()  # the drafts after them, where the step reports these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,3 +110,4 @@ class TokenUpdate:
     finish_reason: str | None = None  # a FinishReason value
     stop_token: int | None = None  # the stop token that ended it, the last of token_ids
     logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids, one each, where asked for
+    proposals: tuple[int, ...] = ()  # drafts that the next round may verify, where the step reports them

@@ -146,6 +146,8 @@ class Scheduler:
 
     def schedule(self) -> DispatchPlan | None:
         """The next dispatch, or None where none is useful before more results are read back."""
+        if any(map(self._outstanding.hides_text_of, self._running.values())):
+            return None
         rounds = self._reserve(self._choose_rounds())
         if rounds is None:
             return None
@@ -210,6 +212,7 @@ class Scheduler:
             finish_reason=reason,
             stop_token=token_ids[-1] if reason == "stop" else None,
             logprobs=result.logprobs[: len(token_ids)],
+            proposals=result.proposals,
         )
 
     def _register(self, sequence: Sequence) -> None:
@@ -342,8 +345,8 @@ class Scheduler:
     # -- the plan ------------------------------------------------------------------------------------
 
     def _choose_rounds(self) -> int:
-        """Rounds of the next dispatch if pages allow: 1 while a prompt is in the ring or anybody waits."""
-        lane = self._in_flight or any(not s.is_decoding for s in self._running.values())
+        """Rounds of the next dispatch if pages allow: 1 beside prompts, those who wait, and grammars."""
+        lane = self._in_flight or any(not s.is_decoding or s.is_guided for s in self._running.values())
         if lane or self._waiting or not self._running:
             return 1
         remaining = max(map(self._outstanding.remaining, self._running.values()))

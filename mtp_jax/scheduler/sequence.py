@@ -1,6 +1,7 @@
 """What the host knows about one request, and the checks a request passes before it is queued."""
 
 import dataclasses
+import functools
 
 from mtp_jax.config import EngineConfig
 from mtp_jax.errors import InvalidRequestError
@@ -40,6 +41,11 @@ class Sequence:
     )
     has_new_token: bool = False  # a token was read back in this stay
 
+    @functools.cached_property
+    def _stops(self) -> frozenset[int]:
+        """The stop tokens: there may be as many as the vocabulary has."""
+        return frozenset(self.stop_token_ids)
+
     @property
     def request_id(self) -> str:
         return self.request.request_id
@@ -47,6 +53,11 @@ class Sequence:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def is_guided(self) -> bool:
+        """It has a grammar: what a round may emit is known only when the round before has been read."""
+        return self.request.params.structured_outputs is not None
 
     @property
     def is_decoding(self) -> bool:
@@ -104,9 +115,11 @@ class Sequence:
 
     def cut(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """New tokens up to the first that ends the request, and why it ends there."""
+        if self.request.params.max_tokens == 0:
+            return (), FinishReason.LENGTH
         room = self.max_total - len(self.tokens)
         for count, token in enumerate(token_ids[:room], start=1):
-            if token in self.stop_token_ids:
+            if token in self._stops:
                 return token_ids[:count], FinishReason.STOP
         if len(token_ids) >= room:
             return token_ids[:room], FinishReason.LENGTH
@@ -126,13 +139,12 @@ def make_sequence(
     if drafts is not None and drafts > most_drafts:
         legal = f"0 to {most_drafts}, the drafts a round that this server was started with"
         raise InvalidRequestError("num_speculative_tokens", drafts, legal)
-    stop = () if params.ignore_eos else eos_token_ids
     return Sequence(
         request=request,
         tokens=list(prompt),
         max_total=_max_total(request, config),
         num_drafts=most_drafts if drafts is None else drafts,
-        stop_token_ids=tuple(dict.fromkeys((*stop, *params.stop_token_ids))),
+        stop_token_ids=params.end_token_ids(eos_token_ids),
         arrival=arrival,
     )
 
@@ -140,6 +152,8 @@ def make_sequence(
 def _max_total(request: EngineRequest, config: EngineConfig) -> int:
     """Most tokens, prompt and completion, of a request; raises where it cannot be served."""
     prompt, wanted = len(request.prompt_token_ids), request.params.max_tokens
+    if wanted == 0:  # one is made, and not told
+        wanted = 1
     context, pool = config.max_model_len, config.num_pages * config.page_size
     if not prompt:
         raise InvalidRequestError("prompt", "no tokens", "at least one token")

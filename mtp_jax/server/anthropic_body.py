@@ -69,6 +69,21 @@ class Thinking(Body):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, object] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+
+    def as_chat(self) -> dict[str, object] | None:
+        """Chat's `response_format`."""
+        if self.format is None:
+            return None
+        return {"type": "json_schema", "json_schema": {"schema": self.format.schema_}}
+
+
 class CountBody(Body):
     """POST /v1/messages/count_tokens."""
 
@@ -78,6 +93,7 @@ class CountBody(Body):
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
     @field_validator("messages")
     @classmethod
@@ -99,6 +115,7 @@ class CountBody(Body):
             "model": self.model,
             "messages": system + [item for message in self.messages for item in _chat_messages(message)],
             "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            "response_format": None if self.output_config is None else self.output_config.as_chat(),
         }
         if self.tool_choice is not None:
             fields |= _chat_choice(self.tool_choice)

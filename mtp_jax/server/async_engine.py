@@ -83,6 +83,8 @@ class Submission:
         item = await self._queue.get()
         if isinstance(item, Exception):
             raise item
+        if item.error is not None:
+            raise item.error
         if item.finish_reason is not None:
             self._unread.discard(item.request_id)
         return self._index[item.request_id], item

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from mtp_jax.errors import EngineDeadError, InvalidValueError
+from mtp_jax.errors import EngineDeadError, InvalidValueError, NotCompiledError
 from mtp_jax.server.refusals import (
     OverloadedError,
     RequestTimeoutError,
@@ -98,6 +98,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return overloaded(str(error))
         case RequestTimeoutError():
             return ApiError(408, str(error), code="request_timeout")
+        case NotCompiledError():
+            return ApiError(500, str(error), code="not_compiled")
         case SlowClientError():
             return ApiError(408, str(error), code="client_too_slow")
         case _:
@@ -172,5 +174,5 @@ def install_error_handlers(app: FastAPI) -> None:
         return as_api_error(error).response(request.url.path)
 
     known = (ApiError, InvalidValueError, EngineDeadError, ServerStoppingError, OverloadedError)
-    for kind in (*known, RequestTimeoutError, SlowClientError):
+    for kind in (*known, RequestTimeoutError, SlowClientError, NotCompiledError):
         app.add_exception_handler(kind, _known)

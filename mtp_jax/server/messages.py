@@ -124,14 +124,7 @@ class FunctionSpec(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, object] | None = None
-    strict: bool | None = None
-
-    @field_validator("strict")
-    @classmethod
-    def _strict(cls, value: bool | None) -> bool | None:
-        if value:
-            raise invalid("false or null: arguments are not held to a schema by this release")
-        return value
+    strict: bool | None = None  # arguments are held to `parameters`, where a call is asked for
 
 
 class Tool(Body):

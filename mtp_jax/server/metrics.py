@@ -197,6 +197,8 @@ class ServerMetrics:
             self._success.labels(self._model, output.finish_reason.value).inc()
             self._whole.observe(now - timing.arrived)
             self._decode.observe(last - first)
+            if num_tokens == 0 and output.error is None:  # max_tokens was 0: the prompt was all
+                self._count_prompt(request)
             if num_tokens > 1:
                 self._per_token.observe((last - first) / (num_tokens - 1))
 
@@ -204,6 +206,9 @@ class ServerMetrics:
         self._first.observe(now - timing.arrived)
         if output.queued_seconds is not None:
             self._prefill.observe(max(0.0, now - timing.arrived - output.queued_seconds))
+        self._count_prompt(request)
+
+    def _count_prompt(self, request: EngineRequest) -> None:
         if request.shares_prompt_with is None:  # usage bills the prompt of n choices once, and so do we
             self._prompt_tokens.inc(len(request.prompt_token_ids))
 

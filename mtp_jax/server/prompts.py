@@ -10,6 +10,7 @@ from mtp_jax.server.errors import ApiError
 from mtp_jax.server.interface import EngineCore
 from mtp_jax.server.messages import ChatMessage
 from mtp_jax.server.protocol import MAX_CHOICES, ChatBody, CompletionBody
+from mtp_jax.server.structured import compile_grammar
 from mtp_jax.server.turns import Dialect, Turn, TurnPlan, plan_turn
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat has none
@@ -115,6 +116,9 @@ def _check_params(engine: EngineCore, params: SamplingParams) -> None:
 
 async def completion_requests(engine: EngineCore, body: CompletionBody, name: str) -> list[EngineRequest]:
     """Choices in OpenAI's order: all n of the first prompt, then of the second, ..."""
+    if body.max_tokens == 0 and not body.echo:
+        message = "max_tokens: got 0; expected an integer of at least 1, or echo"
+        raise ApiError(400, message, "max_tokens", "invalid_value")
     params = body.sampling_params(body.max_tokens)
     _check_params(engine, params)
     if len(body.prompt) * params.n > MAX_CHOICES:
@@ -125,6 +129,7 @@ async def completion_requests(engine: EngineCore, body: CompletionBody, name: st
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     encoded = await encode(engine, texts, body.add_special_tokens, "prompt") if texts else []
     prompts = encoded or [prompt for prompt in body.prompt if not isinstance(prompt, str)]
+    await compile_grammar(engine, params)
     requests: list[EngineRequest] = []
     for index, ids in enumerate(prompts):
         _check_length(engine, len(ids), body.max_tokens, "prompt", "max_tokens")
@@ -140,7 +145,9 @@ async def completion_requests(engine: EngineCore, body: CompletionBody, name: st
 
 async def chat_text(engine: EngineCore, body: ChatBody, dialect: Dialect) -> tuple[str, TurnPlan]:
     """The prompt's text with the assistant's turn begun, and how that turn is read."""
-    plan = plan_turn(dialect, body.tools or (), body.tool_choice, body.parallel_tool_calls)
+    plan = plan_turn(
+        dialect, body.tools or (), body.tool_choice, body.parallel_tool_calls, has_grammar=body.has_grammar
+    )
     text = await render_chat(
         engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs, plan.tools
     )
@@ -165,8 +172,11 @@ async def chat_requests(
     _check_params(engine, params)
     text, plan = await chat_text(engine, body, dialect)
     params = _showing_marks(engine, params, plan)
+    if plan.grammar is not None:
+        params = dataclasses.replace(params, structured_outputs=plan.grammar)
     (ids,) = await encode(engine, [text], False, "messages")  # the template writes special tokens itself
     _check_length(engine, len(ids), max_tokens, "messages", param)
+    await compile_grammar(engine, params)
     requests = expand_request(name, ids, params)
     return requests, tuple(plan.turn() for _ in requests)
 

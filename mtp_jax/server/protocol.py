@@ -10,10 +10,11 @@ from typing import Literal, Self
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from mtp_jax.request import MAX_CHOICES_OF_A_PROMPT, MAX_LOGPROBS, SamplingParams
+from mtp_jax.request import MAX_CHOICES_OF_A_PROMPT, MAX_LOGPROBS, GrammarSpec, SamplingParams
 from mtp_jax.server.body import Body, invalid
 from mtp_jax.server.errors import ApiError
 from mtp_jax.server.messages import MAX_TOOLS, ChatMessage, Tool, ToolChoice
+from mtp_jax.server.structured import ResponseFormat, StructuredOutputs, TextFormat, spec_of_format
 
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 1024  # prompts × n of one call
@@ -27,7 +28,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -104,9 +104,10 @@ class SamplingBody(Body):
     prompt_logprobs: int | None = None
     return_token_ids: bool = False  # adds `token_ids` and `prompt_token_ids` to the answer
     include_metrics: bool = False  # adds `metrics.speculative_decoding` to the answer
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Not implemented; see NEUTRAL.
     length_penalty: object = None
-    response_format: object = None
     service_tier: object = None
     use_beam_search: object = None
 
@@ -139,6 +140,15 @@ class SamplingBody(Body):
                 raise invalid(f"token ids as keys, not {key!r}")
         return value
 
+    @field_validator("structured_outputs")
+    @classmethod
+    def _structured_outputs(
+        cls, value: StructuredOutputs | None, info: ValidationInfo
+    ) -> StructuredOutputs | None:
+        if value is not None and spec_of_format(info.data.get("response_format")) is not None:
+            raise invalid("null beside a response_format")
+        return value
+
     @field_validator("prompt_logprobs")
     @classmethod
     def _prompt_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -163,6 +173,16 @@ class SamplingBody(Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_grammar(self) -> bool:
+        return self.structured_outputs is not None or not isinstance(self.response_format, TextFormat | None)
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """What the text must be. Raises InvalidRequestError for choices that are none."""
+        asked = self.structured_outputs
+        return spec_of_format(self.response_format) if asked is None else asked.spec()
 
     def sampling_params(self, max_tokens: int | None) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range."""
@@ -189,6 +209,7 @@ class SamplingBody(Body):
             bad_words=tuple(self.bad_words or ()),
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
+            structured_outputs=self.grammar,
         )
 
 

@@ -1,13 +1,14 @@
 """The body of OpenAI's /v1/responses, and the chat request that it is. Nothing is stored."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from mtp_jax.server.body import Body, invalid
 from mtp_jax.server.messages import MAX_TOOLS, FunctionName
 from mtp_jax.server.protocol import ChatBody, chat_body
+from mtp_jax.server.structured import JsonObjectFormat, JsonSchema, TextFormat
 
 
 class InputText(Body):
@@ -77,12 +78,21 @@ class NamedChoice(Body):
     name: str
 
 
-class PlainFormat(Body):
-    type: Literal["text"] = "text"
+class SchemaFormat(JsonSchema):
+    """What chat has one level deeper."""
+
+    type: Literal["json_schema"]
 
 
 class TextOptions(Body):
-    format: PlainFormat | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+
+    def as_chat(self) -> dict[str, object] | None:
+        """Chat's `response_format`."""
+        if not isinstance(self.format, SchemaFormat):
+            return None if self.format is None else self.format.model_dump()
+        schema = self.format.model_dump(by_alias=True, exclude={"type"})
+        return {"type": "json_schema", "json_schema": schema}
 
 
 class ResponsesStreamOptions(Body):
@@ -147,6 +157,7 @@ class ResponsesBody(Body):
                 "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
                 "tool_choice": choice,
                 "parallel_tool_calls": self.parallel_tool_calls,
+                "response_format": None if self.text is None else self.text.as_chat(),
             }
         )
 

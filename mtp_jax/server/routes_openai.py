@@ -54,8 +54,11 @@ class OpenAINarrator:
         return [event(chunk) for chunk in self._details.chunks(chunks, index, output)]
 
     def closing(self, tally: Tally) -> list[str]:
+        """A chunk without choices only for those who asked: many clients take the first choice of each."""
+        if not (self._body.include_usage or self._body.include_metrics):
+            return [DONE]
         extra = ({"usage": tally.usage()} if self._body.include_usage else {}) | self._metrics(tally)
-        return ([event(self._envelope.closing(extra))] if extra else []) + [DONE]
+        return [event(self._envelope.closing(extra)), DONE]
 
     def failure(self, error: ApiError) -> list[str]:
         return [event(error.body), DONE]

@@ -5,11 +5,12 @@ import functools
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from mtp_jax.request import GrammarSpec
 from mtp_jax.server.errors import ApiError
 from mtp_jax.server.interface import EngineCore
 from mtp_jax.server.messages import NamedTool, Tool, ToolChoice
 from mtp_jax.text.turn.choose import reasoning_parser, tool_call_parser
-from mtp_jax.text.turn.formats import FORMATS, JSON, opening
+from mtp_jax.text.turn.formats import FORMATS, JSON, JSON_CALLS, call_grammar, opening
 from mtp_jax.text.turn.parser import END_THINK, THINK, TurnParser
 from mtp_jax.text.turn.parts import Call, Content, Part, Reasoning
 
@@ -48,6 +49,8 @@ class TurnPlan:
       parser: the tool call parser, or None where no call is looked for.
       opening: text that the turn is begun with for the model, so that it cannot but call.
       inside_reasoning: the prompt ends with reasoning that it has opened.
+      has_grammar: the text is held to a grammar from its first token: there is no reasoning.
+      grammar: the one that a strict function's call has to fit.
     """
 
     reasoning: bool = False
@@ -57,11 +60,13 @@ class TurnPlan:
     opening: str = ""
     only_one: bool = False
     inside_reasoning: bool = False
+    has_grammar: bool = False
+    grammar: GrammarSpec | None = None
 
     def begin(self, prompt: str) -> tuple[str, "TurnPlan"]:
         """The prompt with the turn begun, and the plan that knows how it ends."""
         inside = self.reasoning and prompt.rstrip().endswith(THINK)
-        if self.opening and inside:
+        if inside and (self.opening or self.has_grammar):
             return f"{prompt}{END_THINK}\n\n{self.opening}", self
         return prompt + self.opening, dataclasses.replace(self, inside_reasoning=inside)
 
@@ -75,7 +80,7 @@ class TurnPlan:
 
     def turn(self) -> "Turn":
         parser = TurnParser(
-            self.reasoning and not self.opening,
+            self.reasoning and not self.opening and not self.has_grammar,
             self.inside_reasoning,
             self.parser,
             self.schemas,
@@ -85,7 +90,12 @@ class TurnPlan:
 
 
 def plan_turn(
-    dialect: Dialect, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool | None
+    dialect: Dialect,
+    tools: Sequence[Tool],
+    choice: ToolChoice | None,
+    parallel: bool | None,
+    *,
+    has_grammar: bool = False,
 ) -> TurnPlan:
     """The plan of a call. Raises ApiError 400 where the tools, or the choice among them, cannot be used."""
     names = [tool.function.name for tool in tools]
@@ -94,7 +104,7 @@ def plan_turn(
     if not tools and (choice == "required" or isinstance(choice, NamedTool)):
         raise ApiError(400, "tool_choice: there are no tools to choose from", "tool_choice", "invalid_value")
     if not tools or choice == NONE:
-        return TurnPlan(reasoning=dialect.reasoning)
+        return TurnPlan(reasoning=dialect.reasoning, has_grammar=has_grammar)
     if dialect.tools is None:
         message = "tools: this model's chat template knows no tools, and the server has no --tool-call-parser"
         raise ApiError(400, message, "tools", "unsupported_parameter")
@@ -103,14 +113,35 @@ def plan_turn(
         message = f"tool_choice: got {wanted!r}; expected one of {', '.join(names)}"
         raise ApiError(400, message, "tool_choice", "invalid_value")
     forced = choice == "required" or wanted is not None
+    if forced and has_grammar:
+        message = "tool_choice: a call cannot be what response_format or structured_outputs ask for"
+        raise ApiError(400, message, "tool_choice", "invalid_value")
     return TurnPlan(
         reasoning=dialect.reasoning,
         tools=tuple(tool.as_template_tool() for tool in tools),
         schemas={tool.function.name: tool.function.parameters or {} for tool in tools},
-        parser=dialect.tools,
+        parser=None if has_grammar else dialect.tools,  # what has a form of its own is the answer
         opening=opening(dialect.tools, wanted) if forced else "",
         only_one=parallel is False or wanted is not None,
+        has_grammar=has_grammar,
+        grammar=_strict_call(dialect.tools, tools, wanted, forced=forced),
     )
+
+
+def _strict_call(
+    parser: str, tools: Sequence[Tool], wanted: str | None, *, forced: bool
+) -> GrammarSpec | None:
+    """The grammar of a call of a strict function, if there is one among those that may be called."""
+    called = [tool.function for tool in tools if wanted in (None, tool.function.name)]
+    index, strict = next(((i, tool) for i, tool in enumerate(tools) if tool.function.strict), (0, None))
+    if strict is None or not any(function.strict for function in called):
+        return None
+    if not forced or parser not in JSON_CALLS:
+        field = f"tools[{index}].function.strict"
+        legal = "false or null unless tool_choice is required or names a function, and calls are JSON"
+        raise ApiError(400, f"{field}: got true; expected {legal}", field, "unsupported_parameter")
+    schemas = {f.name: (f.parameters or {}) if f.strict else {} for f in called}
+    return call_grammar(parser, schemas, named=wanted is not None)
 
 
 class Turn:

@@ -5,12 +5,11 @@ How an engine uses it, for one request whose rounds verify K drafts:
     grammar = compiler.compile(spec)              # when the request comes; a thread, 400 if it raises
     matcher = grammar.matcher()                   # one for each completion
     each round:
-      masks = matcher.masks(drafts)               # [K + 1, words], while the device works
+      masks = matcher.masks(drafts)               # [K + 1, words]
       ... the device adds -inf to the target's logits of row j where masks[j] has no bit: a draft that
       ... breaks the grammar then has probability 0 in its row and is rejected; the row after the last
       ... accepted draft samples the token of the round under its own mask
       matcher.accept(emitted)                     # the tokens that stand, end-of-sequence included
-    matcher.rollback(n)                           # where a round is taken back, as after a preemption
 
 Token t is bit t % 32 of word t // 32, least significant first. Words cover the model's vocabulary; tokens
 of its padding are never allowed. An end-of-sequence token is allowed where the text may end, and nothing
@@ -29,6 +28,7 @@ import llguidance
 import numpy as np
 
 from mtp_jax.errors import InvalidRequestError
+from mtp_jax.request import GrammarSpec
 from mtp_jax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -48,35 +48,21 @@ _LIMITS = {
     "verbose_errors": False,
 }
 # A model may write white space for ever where any amount of it is legal.
-_JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 _SPECIAL_CHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
 
 
-@dataclasses.dataclass(frozen=True)
-class GrammarSpec:
-    """What the text must be.
-
-    Attributes:
-      kind: `json` (source: a JSON schema), `regex`, or `ebnf` (Lark's or GBNF's syntax).
-      field: the parameter of the request that errors name.
-    """
-
-    kind: str
-    source: str
-    field: str = "response_format"
-
-
-def json_object(field: str = "response_format") -> GrammarSpec:
+def json_object(field: str = "structured_outputs") -> GrammarSpec:
     """Any JSON object."""
     return GrammarSpec("json", '{"type": "object"}', field)
 
 
-def json_schema(schema: Mapping[str, object], field: str = "response_format") -> GrammarSpec:
+def json_schema(schema: Mapping[str, object], field: str = "structured_outputs") -> GrammarSpec:
     """JSON that a schema describes."""
     return GrammarSpec("json", json.dumps(schema), field)
 
 
-def choice(texts: Sequence[str], field: str) -> GrammarSpec:
+def choice(texts: Sequence[str], field: str = "structured_outputs") -> GrammarSpec:
     """One of several texts. Raises InvalidRequestError where there are none, or too many."""
     if not 0 < len(texts) <= MAX_CHOICES or not all(texts):
         legal = f"1 to {MAX_CHOICES} texts that are not empty"
@@ -141,7 +127,7 @@ class GrammarCompiler:
 def _translated(spec: GrammarSpec) -> str:
     match spec.kind:
         case "json":
-            return llguidance.LLMatcher.grammar_from_json_schema(spec.source, overrides=_JSON_OPTIONS)
+            return llguidance.LLMatcher.grammar_from_json_schema(spec.source, overrides=JSON_OPTIONS)
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(spec.source)
         case "ebnf":
@@ -178,11 +164,13 @@ class Grammar:
 class Matcher:
     """Where a completion is in its grammar. Not for use from two threads at once.
 
-    A step may exceed its limits (`failed`): then whatever comes is accepted, and masks allow the end only.
+    It may have to give up (`failed`): a step exceeds its limits, or no token of this vocabulary can follow.
+    Then whatever comes is accepted, and masks allow the end only.
     """
 
     def __init__(self, state: llguidance.LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]):
         self._state, self._eos = state, frozenset(eos_token_ids)
+        self._is_lost = False  # a token came that cannot follow
         self._num_ends = 0  # end-of-sequence tokens taken; the library need not hear of them
         self._end_only = np.zeros(-(-vocab_size // 32), np.uint32)
         for token in eos_token_ids:
@@ -190,7 +178,7 @@ class Matcher:
 
     @property
     def failed(self) -> bool:
-        return self._state.is_error()
+        return self._is_lost or self._state.is_error()
 
     @property
     def may_end(self) -> bool:
@@ -225,10 +213,9 @@ class Matcher:
         return rows
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advances by tokens that stand, each of which the mask of its row allowed."""
+        """Advances by tokens that stand, each of which the mask of its row allowed; else it has `failed`."""
         for token in tokens:
-            if not self._take(token) and not self.failed:
-                raise AssertionError(f"token {token} breaks the grammar: it was sampled without its mask")
+            self._is_lost |= not self._take(token)
 
     def rollback(self, num_tokens: int) -> None:
         """Takes back the last tokens."""

@@ -22,15 +22,18 @@ class StopChecker:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, exempt: bool = False) -> tuple[str, str | None]:
         """Takes the next piece; returns what may be shown now, and the stop string once found.
 
-        After a match everything is dropped.
+        A stop string that ends in an exempt piece is none; one that begins there and ends later is. After a
+        match everything is dropped.
         """
         if self.matched is not None:
             return "", self.matched
+        known = len(self._held)  # what ended in there was none
         text = self._held + text
-        starts = [(text.find(stop), stop) for stop in self._stops]
+        stops = () if exempt else self._stops
+        starts = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in stops]
         found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
         if found:
             end, start, self.matched = min(found)

@@ -10,7 +10,9 @@ from mtp_jax.engine.buckets import Bucket, Report, Sampling
 from mtp_jax.engine.build import construct
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.on_demand import PLAIN, kind_of, union
+from mtp_jax.errors import NotCompiledError
 from mtp_jax.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
+from mtp_jax.server.errors import as_api_error
 from tests.parity.rig import blueprint, tokens_of
 from tests.parity.scripted_model import ScriptedSource, chain, greedy_text
 
@@ -102,6 +104,8 @@ def test_a_compiler_s_mistake_ends_the_request_alone(gate: Gate) -> None:
     engine.add_request(EngineRequest("shaped", PROMPT, SHAPED))
     run(engine, outputs)
     assert [output.finish_reason for output in outputs["shaped"]] == [FinishReason.ABORT]
+    assert isinstance(outputs["shaped"][0].error, NotCompiledError)
+    assert as_api_error(outputs["shaped"][0].error).status == 500
     engine.add_request(EngineRequest("plain", PROMPT, FREE))
     run(engine, outputs)
     assert tuple(tokens_of(outputs["plain"])) == greedy_text(PROMPT, FREE).token_ids

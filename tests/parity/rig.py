@@ -18,6 +18,7 @@ from mtp_jax.engine.buckets import Bucket
 from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_blueprint, idle_plan
 from mtp_jax.engine.draft import Drafter
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.guided import Grammars
 from mtp_jax.engine.plan_arrays import PlanWriter
 from mtp_jax.engine.shaping_slots import ShapingSlots
 from mtp_jax.engine.state import EngineState, state_shapes, state_specs
@@ -168,6 +169,14 @@ def renew(engine: Engine, source: WeightSource | None = None, **host: Value) -> 
         buckets=engine._buckets,
         writer=PlanWriter(config, engine._writer.placement),
         shaping=ShapingSlots(config.max_num_seqs, engine._shaping.padded_vocab, engine._writer.placement),
+        grammars=Grammars(
+            engine.tokenizer,
+            engine.model_config.vocab_size,
+            engine.model_config.eos_token_ids,
+            engine._shaping.padded_vocab,
+            config.max_num_seqs,
+            engine._writer.placement,
+        ),
         weights=weights,
         state=state,
     )

@@ -231,7 +231,7 @@ def greedy_text(prompt: Sequence[int], params: SamplingParams, context: int = 64
     words = bad_word_ids(params)
     tokens: list[int] = []
     stops = (*params.stop_token_ids, *(() if params.ignore_eos else (EOS,)))
-    data, exempt = b"", 0  # characters in which no stop string is looked for
+    data, exempt = b"", 0  # characters in which no stop string ends
     while len(tokens) < room:
         token = int(np.argmax(shaped([*prompt, *tokens], len(prompt), params, words)))
         tokens.append(token)
@@ -276,8 +276,11 @@ def _may_grow(rest: bytes) -> bool:
 
 
 def _first_match(text: str, stops: Sequence[str], exempt: int) -> tuple[int, int, str] | None:
-    """(end, start, stop string) of the match that ends first; of those, that which begins first."""
-    starts = [(text.find(stop, exempt), stop) for stop in stops]
+    """(end, start, stop string) of the match that ends first; of those, that which begins first.
+
+    It ends after `exempt` characters, and may begin within them.
+    """
+    starts = [(text.find(stop, max(0, exempt - len(stop) + 1)), stop) for stop in stops]
     found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
     return min(found, default=None)
 

@@ -14,7 +14,7 @@ from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import CheckpointError, InvalidRequestError
 from mtp_jax.progress import Report
-from mtp_jax.request import EngineRequest, FinishReason, RequestOutput, SpeculationStats
+from mtp_jax.request import EngineRequest, FinishReason, GrammarSpec, RequestOutput, SpeculationStats
 from mtp_jax.server.arguments import ServeOptions
 
 EOS = 0
@@ -98,6 +98,9 @@ class ScriptedEngine:
         self._running: list[_Running] = []
         self._seen: set[tuple[int, ...]] = set()
         self._stats = EngineStats(num_accepted_per_position=(0,) * config.num_speculative_tokens)
+
+    def compile_grammar(self, spec: GrammarSpec) -> None:
+        raise InvalidRequestError(spec.field, spec.kind, "null: a script cannot be held to a grammar")
 
     def add_request(self, request: EngineRequest) -> None:
         if self._pages(len(request.prompt_token_ids) + 1) > self.config.num_pages:

@@ -112,6 +112,11 @@ def test_every_answer_tells_its_speculation(mode: str, stream: bool) -> None:
     flags = ("--num-speculative-tokens", "2", "--per-request-spec-decode-metrics", mode)
     with local_server(*flags) as server:
         body = {"prompt": "abc", "max_tokens": 7, "temperature": 0, "stream": stream}
+        if stream:
+            plain = httpx.post(server.url + "/v1/completions", json=body).text.splitlines()
+            chunks = [json.loads(line.removeprefix("data: ")) for line in plain if line][:-1]
+            assert all(chunk["choices"] for chunk in chunks), "nobody asked for a chunk without choices"
+            body["stream_options"] = {"include_usage": True}
         answer = httpx.post(server.url + "/v1/completions", json=body)
         if stream:
             *_, last, _done = [line for line in answer.text.splitlines() if line]

@@ -84,3 +84,22 @@ def test_nothing_is_shown_early():
     assert checker.push("x") == ("<enx", None)
     assert checker.push("<end") == ("", None)
     assert checker.push(">tail") == ("", "<end>")
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), st.text("abc", max_size=9))
+def test_what_ends_in_exempt_text_does_not_stop(stops: list[str], text: str) -> None:
+    """A stop string may begin there: only its end counts. Whatever is exempt, and piece by piece."""
+    for exempt in range(len(text) + 1):
+        checker, shown, matched = StopChecker(stops), "", None
+        for index, character in enumerate(text):
+            emitted, matched = checker.push(character, exempt=index < exempt)
+            shown += emitted
+            if matched is not None:
+                break
+        ends = (end for end in range(exempt + 1, len(text) + 1) if text[:end].endswith(tuple(stops)))
+        end = next(ends, None)
+        if end is None:
+            assert (shown + checker.finish(), matched) == (text, None)
+        else:
+            longest = max((stop for stop in stops if text[:end].endswith(stop)), key=len)
+            assert (shown, matched) == (text[: end - len(longest)], longest)

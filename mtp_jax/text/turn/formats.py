@@ -5,6 +5,8 @@ import json
 import re
 from collections.abc import Callable
 
+from mtp_jax.request import GrammarSpec
+from mtp_jax.text.grammar import JSON_OPTIONS
 from mtp_jax.text.turn.parts import Call, Schemas, call_from_object, load_json, make_call, typed
 
 
@@ -178,3 +180,22 @@ FORMATS: dict[str, Format] = {
 def opening(parser: str, name: str | None) -> str:
     """How a call begins in the format of this tool call parser."""
     return _open_json(name, "parameters") if parser == JSON else FORMATS[parser].opening(name)
+
+
+# Parsers of calls whose arguments are JSON -> the word for these.
+JSON_CALLS = {"hermes": "arguments", JSON: "parameters"}
+
+
+def call_grammar(parser: str, schemas: Schemas, *, named: bool) -> GrammarSpec:
+    """What follows `opening` where one of these functions is called, each with the schema of its arguments.
+
+    The call is the whole rest of the turn. With `named` there is one function, which `opening` has named.
+    """
+    rules, starts = [], []
+    for index, (name, schema) in enumerate(schemas.items()):
+        words = [] if named else [f"{json.dumps(name)},", f"{json.dumps(JSON_CALLS[parser])}:"]
+        parts = [*map(json.dumps, words), f"arguments{index}"]
+        starts.append(" ".join(f"/[ ]?/ {part}" for part in parts) + ' "}"')
+        held = {"type": "object", **schema, "x-guidance": JSON_OPTIONS}
+        rules.append(f"arguments{index}: %json {json.dumps(held)}")
+    return GrammarSpec("ebnf", "\n".join([f"start: {' | '.join(starts)}", *rules]), "tools")
