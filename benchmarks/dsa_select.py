@@ -1,7 +1,7 @@
 """The two kernels that choose positions for sparse attention, beside XLA, on this machine's GPU.
 
     python benchmarks/dsa_select.py
-    python benchmarks/dsa_select.py --logits 64x1x32768 --tunings 'default;consumers=3' --page-sizes 16,64
+    python benchmarks/dsa_select.py --logits 64x1x32768,64x4x32768:h32:p16 --tunings 'default;consumers=3'
     python benchmarks/dsa_select.py --topk 64x131072 --topk-tunings 'blocks=1;blocks=2' --json OUT.jsonl
 
 A load of `indexer_logits` is batch x query tokens a row x live positions [/ table positions], one of
