@@ -15,7 +15,6 @@ import pytest
 from mtp_jax.config import EngineConfig
 from mtp_jax.engine import latent
 from mtp_jax.engine.draft import Drafter
-from mtp_jax.engine.leaving import VerifyRows
 from mtp_jax.engine.paged import PagedAttention
 from mtp_jax.engine.ring import Ring
 from mtp_jax.errors import InvalidValueError
@@ -175,8 +174,8 @@ def drafts_of_another_step(patch: Patch) -> None:
     def wrong(self: Ring, state, leaving):
         rows, chunk = leaving_rows(self, state, leaving)
         other = self._group(state.flight, (leaving + 1) % self.num_stages).tokens[:, 1:]
-        drafts = rows.drafts.at[: other.shape[0]].set(other)
-        return VerifyRows(**{**vars(rows), "drafts": drafts}), chunk
+        drafts = jnp.concatenate([other, rows.drafts[other.shape[0] :]])
+        return dataclasses.replace(rows, drafts=drafts), chunk
 
     patch.setattr(Ring, "_leaving", wrong)
 
