@@ -53,6 +53,7 @@ def texts_of(launch, **body: object) -> list[str]:
     return [found[index] for index in range(len(PROMPTS))]
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path, alone: dict[str, list[str]]) -> None:
     """One launch after the other at the same ports, for starting is what takes time here."""
     port = free_port()
