@@ -326,7 +326,7 @@ class Engine:
         output = completion.push(update, self._scheduler.num_cached_tokens(update.request_id))
         problem = self._grammars.advance(update)
         if problem is not None:
-            output = _failed(update.request_id, problem)
+            output = failed_output(update.request_id, problem)
         if output.finish_reason is not None:
             del self._completions[update.request_id]
             self._grammars.forget(update.request_id)
