@@ -9,24 +9,23 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig, ModelConfig
-from mtp_jax.engine.buckets import Bucket, BucketTable, Sampling
+from mtp_jax.engine.buckets import BucketTable
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
 from mtp_jax.engine.follower import Follower
-from mtp_jax.engine.guided import Grammars, mask_shape
+from mtp_jax.engine.guided import Grammars
 from mtp_jax.engine.leader import Leader
 from mtp_jax.engine.memory import MemoryPlan, check_memory, device_memory_bytes, plan_memory
 from mtp_jax.engine.placed import check_placed, load_weights
-from mtp_jax.engine.plan_arrays import PLAN_SPEC, PlanArrays, PlanWriter
+from mtp_jax.engine.plan_arrays import PlanWriter
 from mtp_jax.engine.shaping_slots import ShapingSlots
-from mtp_jax.engine.shaping_state import shaping_shapes, shaping_specs
-from mtp_jax.engine.state import EngineState, init_state, state_shapes, state_specs, with_shaping
+from mtp_jax.engine.stand_ins import shapes_of
+from mtp_jax.engine.state import init_state, state_shapes, state_specs
 from mtp_jax.engine.step import Program, dividing_sizes
-from mtp_jax.engine.trees import spec_of, stand_in
-from mtp_jax.engine.weights import WeightLayout, Weights
+from mtp_jax.engine.weights import WeightLayout
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.loading import (
     MTPHead,
@@ -42,7 +41,6 @@ from mtp_jax.models.block import joint_kind
 from mtp_jax.models.leaves import Read
 from mtp_jax.models.registry import check_supported, layer_kinds, layer_sizes
 from mtp_jax.progress import Report
-from mtp_jax.scheduler.plan import DispatchPlan, SlotView
 from mtp_jax.scheduler.scheduler import Scheduler
 from sharding.hosts import check_everybody_takes_part
 from sharding.mesh import make_mesh
@@ -231,7 +229,7 @@ def construct(
     leader = hosts if isinstance(hosts, Leader) else None
     executables = Executables(
         program,
-        _shapes_of(program, shapes, specs),
+        shapes_of(program, shapes, specs),
         background=background and not isinstance(hosts, Follower),
         announce=None if leader is None else leader.announce,
     )
@@ -293,53 +291,6 @@ def construct(
         weights=weights,
         state=state,
         leader=leader,
-    )
-
-
-def _shapes_of(
-    program: Program, shapes: EngineState, specs: EngineState
-) -> Callable[[Bucket], tuple[Weights, EngineState, PlanArrays]]:
-    """Shapes and placements to compile for: exactly those of the arrays that the step will get."""
-    layout = program.layout
-
-    def placed(shape: jax.Array, spec: jax.Array) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(layout.placement.mesh, spec_of(spec))
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-    weights = jax.tree.map(placed, layout.shapes(), layout.specs())
-    state = jax.tree.map(placed, shapes, specs)
-    shaping = jax.tree.map(
-        placed,
-        shaping_shapes(program.config.max_num_seqs, layout.padded_vocab),
-        shaping_specs(layout.placement),
-    )
-
-    def of_bucket(bucket: Bucket) -> tuple[Weights, EngineState, PlanArrays]:
-        idle = idle_plan(bucket, program.config)
-        plan = PlanWriter(program.config, layout.placement).write(idle, bucket)
-        plan = jax.tree.map(lambda x: placed(x, stand_in(PLAN_SPEC)), plan)
-        if bucket.sampling is not Sampling.SHAPED:
-            return weights, state, plan
-        shape = mask_shape(program.config.max_num_seqs, bucket.drafts, layout.padded_vocab)
-        masks = placed(stand_in(jax.ShapeDtypeStruct(shape, jnp.uint32)), stand_in(PLAN_SPEC))
-        return weights, with_shaping(state, shaping), dataclasses.replace(plan, masks=masks)
-
-    return of_bucket
-
-
-def idle_plan(bucket: Bucket, config: EngineConfig) -> DispatchPlan:
-    """A plan in which nothing is live."""
-    ticks = config.data * bucket.rounds * config.stages
-    return DispatchPlan(
-        index=0,
-        rounds=bucket.rounds,
-        rows=((-1,) * bucket.rows,) * (config.data * config.stages),
-        slots=tuple(SlotView() for _ in range(config.max_num_seqs)),
-        chunks=(None,) * ticks if bucket.chunk else (),
-        num_rows=bucket.rows,
-        width=bucket.width,
-        chunk_size=bucket.chunk,
-        has_lane=bucket.chunk > 0,
     )
 
 

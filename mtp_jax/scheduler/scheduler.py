@@ -51,11 +51,8 @@ class Scheduler:
         self.prefix_hits = 0
         self.num_preemptions = 0
         self._eos_token_ids = eos_token_ids
-        self._row_buckets, self._width_buckets, self._chunk_buckets = (
-            row_buckets,
-            width_buckets,
-            chunk_buckets,
-        )
+        self._row_buckets, self._width_buckets = row_buckets, width_buckets
+        self._chunk_buckets = chunk_buckets
         self._replicas = Replicas(config)
         self._rows = RowTable(config.stages, config.rows_per_group, config.data)
         self._last_height = 0  # rows of the last plan, whose flights arrive in the next one

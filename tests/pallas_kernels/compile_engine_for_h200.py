@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from mtp_jax.config import EngineConfig, ModelConfig  # noqa: E402
 from mtp_jax.engine.buckets import Bucket, Sampling  # noqa: E402
-from mtp_jax.engine.build import idle_plan  # noqa: E402
 from mtp_jax.engine.plan_arrays import PLAN_SPEC, PlanWriter  # noqa: E402
+from mtp_jax.engine.stand_ins import idle_plan  # noqa: E402
 from mtp_jax.engine.state import state_shapes, state_specs  # noqa: E402
 from mtp_jax.engine.step import Program, dividing_sizes  # noqa: E402
 from mtp_jax.engine.weights import WeightLayout  # noqa: E402

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import jax
 import pytest
 
-from mtp_jax.engine.build import idle_plan
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.plan_arrays import PlanWriter
+from mtp_jax.engine.stand_ins import idle_plan
 from mtp_jax.engine.state import state_shapes
 from mtp_jax.errors import InvalidValueError
 from tests.parity import mistakes
