@@ -10,6 +10,8 @@ from mtp_jax.server.errors import ApiError
 from mtp_jax.server.messages import MAX_TOOLS, FunctionName
 from mtp_jax.server.protocol import MAX_STOP_STRINGS, ChatBody, chat_body
 
+FORMAT_FIELD = "output_config.format"  # chat's response_format
+
 
 class _Block(Body):
     cache_control: dict[str, object] | None = None  # the prefix cache needs no hint
@@ -125,7 +127,7 @@ class CountBody(Body):
         return fields
 
     def as_chat(self) -> ChatBody:
-        return chat_body(self._chat_fields())
+        return chat_body(self._chat_fields(), FORMAT_FIELD)
 
 
 class MessagesBody(CountBody):
@@ -151,7 +153,7 @@ class MessagesBody(CountBody):
     def as_chat(self) -> ChatBody:
         names = ("max_tokens", "temperature", "top_p", "top_k")
         fields = {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences or None}
-        return chat_body(self._chat_fields() | fields)
+        return chat_body(self._chat_fields() | fields, FORMAT_FIELD)
 
 
 def _text(content: str | list[TextBlock]) -> str:

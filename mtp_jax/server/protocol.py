@@ -7,7 +7,7 @@ they may have the value that changes nothing, and any other is refused by name.
 import json
 from typing import Literal, Self
 
-from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from mtp_jax.request import MAX_CHOICES_OF_A_PROMPT, MAX_LOGPROBS, GrammarSpec, SamplingParams
@@ -105,6 +105,7 @@ class SamplingBody(Body):
     return_token_ids: bool = False  # adds `token_ids` and `prompt_token_ids` to the answer
     include_metrics: bool = False  # adds `metrics.speculative_decoding` to the answer
     response_format: ResponseFormat | None = None
+    _format_field: str = PrivateAttr("response_format")  # what the caller knows it as
     structured_outputs: StructuredOutputs | None = None
     # Not implemented; see NEUTRAL.
     length_penalty: object = None
@@ -182,7 +183,7 @@ class SamplingBody(Body):
     def grammar(self) -> GrammarSpec | None:
         """What the text must be. Raises InvalidRequestError for choices that are none."""
         asked = self.structured_outputs
-        return spec_of_format(self.response_format) if asked is None else asked.spec()
+        return spec_of_format(self.response_format, self._format_field) if asked is None else asked.spec()
 
     def sampling_params(self, max_tokens: int | None) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range."""
@@ -311,13 +312,24 @@ class ChatBody(SamplingBody):
         return value
 
 
-def chat_body(fields: dict[str, object]) -> ChatBody:
-    """A chat request that another protocol's request comes to. Raises ApiError 400 where it is none."""
+def chat_body(fields: dict[str, object], format_field: str) -> ChatBody:
+    """A chat request that another protocol's request comes to.
+
+    Args:
+      fields: chat's.
+      format_field: what that protocol calls `response_format`, for errors.
+
+    Raises:
+      ApiError: 400, where it is none.
+    """
     try:
-        return ChatBody.model_validate(fields)
+        body = ChatBody.model_validate(fields)
+        body._format_field = format_field
+        return body
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        parts = [format_field if part == "response_format" else str(part) for part in first["loc"]]
+        where = ".".join(parts)
         raise ApiError(400, f"{where}: {first['msg']}", where, "invalid_value") from None
 
 

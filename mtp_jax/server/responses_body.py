@@ -158,7 +158,8 @@ class ResponsesBody(Body):
                 "tool_choice": choice,
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "response_format": None if self.text is None else self.text.as_chat(),
-            }
+            },
+            format_field="text.format",
         )
 
     def _messages(self) -> list[dict[str, object]]:

@@ -71,13 +71,13 @@ class StructuredOutputs(Body):
         return json_schema(self.json_, field) if isinstance(self.json_, dict) else json_object(field)
 
 
-def spec_of_format(form: ResponseFormat | None) -> GrammarSpec | None:
-    """OpenAI's `response_format`."""
+def spec_of_format(form: ResponseFormat | None, field: str = "response_format") -> GrammarSpec | None:
+    """OpenAI's `response_format`; `field` is what the caller knows it as."""
     match form:
         case JsonObjectFormat():
-            return json_object("response_format")
+            return json_object(field)
         case JsonSchemaFormat():
-            return json_schema(form.json_schema.schema_, "response_format")
+            return json_schema(form.json_schema.schema_, field)
         case _:
             return None
 

@@ -52,7 +52,7 @@ def sparse_mla(
     _check(q, cache, indices, value_width)
     if implementation == "reference":
         return reference.sparse_mla(q, cache, indices, scale, value_width)
-    reason = mosaic_gpu.why_not(q, cache, scale, value_width)
+    reason = mosaic_gpu.why_not(q, cache, value_width)
     if reason is None and implementation == "auto" and not on_hopper():
         reason = "it needs a Hopper GPU"
     if reason is not None:

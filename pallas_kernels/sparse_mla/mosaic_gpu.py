@@ -21,17 +21,21 @@ HEAD_COUNTS = (8, 16, 32, 64, 128)
 class Tuning:
     """Choices that change speed only.
 
-    splits: shares of the keys of a token, each a program of its own; None: as many as fill the chip.
-    ahead: blocks of keys asked for in the L2 cache before they are gathered; 0: nothing is asked for.
+    splits: shares of the keys of a token, each a block of its own; None: as many as fill the chip.
+    ahead: blocks of keys asked for in the L2 cache before they are gathered.
     between: a block's product between the first and second half of the next one's scores, not before them.
+    next: what is likely to come next on a multiprocessor is asked for in the L2 cache.
+    lazy: results so far are rescaled only when a maximum has grown much.
     """
 
     splits: int | None = None
     ahead: int = 2
     between: bool = False
+    lazy: bool = True
+    next: bool = True
 
 
-def why_not(q: jax.Array, cache: jax.Array, scale: float, value_width: int) -> str | None:
+def why_not(q: jax.Array, cache: jax.Array, value_width: int) -> str | None:
     """Why these shapes and dtypes cannot run here, or None."""
     if q.dtype != jnp.bfloat16 or cache.dtype != jnp.bfloat16:
         return f"it takes bfloat16 queries and cache, got {q.dtype} and {cache.dtype}"
@@ -39,8 +43,6 @@ def why_not(q: jax.Array, cache: jax.Array, scale: float, value_width: int) -> s
         return f"it takes rows of {WIDTH} with values of {VALUE}, got {q.shape[2]} and {value_width}"
     if q.shape[1] not in HEAD_COUNTS:
         return f"it takes {HEAD_COUNTS} heads, got {q.shape[1]}"
-    if scale <= 0:
-        return f"it takes a positive scale, got {scale}"
     if q.shape[0] > MAX_TOKENS:
         return f"it takes at most {MAX_TOKENS} tokens, got {q.shape[0]}"
     return None
@@ -64,8 +66,8 @@ def sparse_mla(
     splits = -(-blocks // share)
     padding = splits * share * KEYS - indices.shape[1]
     indices = jnp.pad(indices.astype(jnp.int32), ((0, 0), (0, padding)), constant_values=-1)
-    stride = NUM_SMS // (splits * -(-n // HEADS)) if tuning.ahead else 0
-    program = seesaw.Program(share, scale, gather, tuning.ahead, tuning.between, stride)
+    stride = NUM_SMS // (splits * -(-n // HEADS)) if tuning.next else 0
+    program = seesaw.Program(share, scale, gather, tuning.ahead, tuning.between, tuning.lazy, stride)
     operands = (q, gather.prepare(cache.reshape(-1, WIDTH), indices), indices)
     out, lse = _vary_like(operands, _kernel(program, t, splits, n)(*operands))
     return (out[:, 0], lse[:, 0]) if splits == 1 else _join(out, lse)

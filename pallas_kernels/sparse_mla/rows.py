@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
-from jaxlib.mlir.dialects import math as math_dialect
 
 Ref = Any  # what Pallas passes to a kernel; its own annotations do not fit one another
 
@@ -141,31 +140,6 @@ class Async:
 
         return run(jnp.int32(value))
 
-    def weights(self, scores: jax.Array, factor: float, top: jax.Array) -> jax.Array:
-        """exp2(factor * (scores [heads, keys] - top [heads])), a multiply-add and an exponential each."""
-        layout, row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-
-        @_inline(
-            arg_types=(layout, row),
-            return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=layout),
-        )
-        def run(_, scores, offset):
-            offset = offset.broadcast_in_dim(scores.shape, (0,), scores.layout)
-            many = mgpu.FragmentedArray.splat(
-                arith.constant(ir.F32Type.get(), factor), scores.shape, scores.layout
-            )
-            sums = [
-                math_dialect.fma(score, times, plus)
-                for score, times, plus in zip(
-                    scores.registers.flat, many.registers.flat, offset.registers.flat, strict=True
-                )
-            ]
-            registers = np.array(sums, dtype=object).reshape(scores.registers.shape)
-            exponents = mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=None)
-            return exponents.exp2(approx=True)
-
-        return run(scores, -factor * top)
-
     def shrink(self, acc: jax.Array, by: jax.Array) -> jax.Array:
         """acc [heads, columns] times by [heads], where a warp has a head whose factor is not 1."""
         acc_layout, by_layout = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
@@ -247,9 +221,6 @@ class Plain:
 
     def hidden_zero(self, value: jax.Array) -> jax.Array:
         return jnp.int32(0)
-
-    def weights(self, scores: jax.Array, factor: float, top: jax.Array) -> jax.Array:
-        return jnp.exp2(factor * (scores - lax.broadcast_in_dim(top, scores.shape, [0])))
 
     def shrink(self, acc: jax.Array, by: jax.Array) -> jax.Array:
         return acc * lax.broadcast_in_dim(by, acc.shape, [0])

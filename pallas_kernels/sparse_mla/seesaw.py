@@ -3,11 +3,9 @@
 A third warpgroup gathers blocks of 64 cache rows into two slots. Two warpgroups take turns: warpgroup w does
 scores and softmax of the blocks w, w + 2, ..., and owns columns [256 w, 256 w + 256) of the output for all
 blocks. Weights go to the other warpgroup through shared memory, over the block's rope columns, which nobody
-needs any more; with them goes the running maximum. While one warpgroup is at its softmax, the matrix unit has
-the other's products and, where its keys are there, its next scores.
-
-A slot is free when both have multiplied its values, and its next rows take longer to come than anything else:
-so a warpgroup does the product of the block before ahead of its own scores, which wait for rows.
+needs any more; with them go the running maximum and the factor by which it shrinks what came before. While
+one warpgroup is at its softmax, the matrix unit works for the other, and for its own product of the block
+before.
 """
 
 import dataclasses
@@ -31,8 +29,9 @@ VALUE = 2 * HALF
 ROPE = 64
 WIDTH = VALUE + ROPE
 SLOTS = 2
-LAG = 8.0  # by which the running maximum may be too low, in base 2
-LOWEST = -1e30  # the running maximum, of scores without their scale, before any key
+LAG = 8.0
+LOWEST = -1e30  # the running maximum before any key
+LN_2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
 GATHER = 2  # the warpgroup that gathers
 
@@ -43,27 +42,17 @@ _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is static.
-
-    blocks: of a share.
-    scale: of scores.
-    rows: how rows come.
-    ahead: blocks that the L2 cache is asked for before they are gathered; 0: none.
-    between: see mosaic_gpu.Tuning.
-    stride: tokens from this one to the one that is likely to come next on this multiprocessor; 0: none.
-    """
+    """What is static. `blocks`: of a share; `scale`: of scores; `ahead`: blocks that the L2 cache is asked
+    for before they are gathered, 0 for none; `between`: see _between;
+    `stride`: tokens from this one to the one that is likely to come next on this multiprocessor, 0: none."""
 
     blocks: int
     scale: float
     rows: Rows
     ahead: int
     between: bool
+    lazy: bool
     stride: int
-
-    @property
-    def factor(self) -> float:
-        """Of scores, in base 2."""
-        return self.scale * LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,22 +88,14 @@ def run(
     def keys_of(block) -> Keys:
         return token, first + block * KEYS, KEYS
 
-    # The groups of a token's heads run side by side and read the same rows: each asks for its part of them.
-    part = KEYS // -(-q_g.shape[1] // HEADS)
-
-    def part_of(block, token=token) -> Keys:
-        return token, first + block * KEYS + group * (part % KEYS), part
-
     @pl.when(warpgroup == GATHER)
     def _():
         plgpu.set_max_registers(72, action="decrease")
-        _gather(program, shared, q_g.at[token, own], cache_g, index_g, keys_of, part_of)
+        _gather(program, shared, q_g.at[token, own], cache_g, index_g, keys_of)
         if program.stride:
             later = token + program.stride
             pl.when(later < q_g.shape[0])(
-                lambda: _prepare(
-                    program, q_g.at[later, own], cache_g, index_g, functools.partial(part_of, token=later)
-                )
+                lambda: _prepare(program, q_g.at[later, own], cache_g, index_g, later, first)
             )
         _drain(program, shared)
 
@@ -134,7 +115,7 @@ def run(
             )
 
 
-def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of, part_of) -> None:
+def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of) -> None:
     """Queries, and all blocks of keys."""
     rows, heads = program.rows, q_g.shape[0]
     rows.start(shared.arrived)
@@ -145,7 +126,7 @@ def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of, pa
     place = shared.queries_rope.at[pl.ds(0, heads)]
     plgpu.copy_gmem_to_smem(q_g.at[:, pl.ds(VALUE, ROPE)], place, shared.queries_full)
     for block in range(SLOTS, min(SLOTS + program.ahead, program.blocks)):
-        rows.prefetch(cache_g, index_g, part_of(block))
+        rows.prefetch(cache_g, index_g, keys_of(block))
 
     def fetch(block, carry):
         slot = lax.rem(block, SLOTS)
@@ -158,16 +139,16 @@ def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of, pa
         rows.fetch(cache_g, index_g, keys_of(block), right, shared.arrived, 2 * slot + 1)
         if program.ahead:
             later = block + SLOTS + program.ahead
-            pl.when(later < program.blocks)(lambda: rows.prefetch(cache_g, index_g, part_of(later)))
+            pl.when(later < program.blocks)(lambda: rows.prefetch(cache_g, index_g, keys_of(later)))
         return carry
 
     lax.fori_loop(0, program.blocks, fetch, None)
 
 
-def _prepare(program: Program, q_g, cache_g, index_g, part_of) -> None:
+def _prepare(program: Program, q_g, cache_g, index_g, token, first) -> None:
     """Asks the L2 cache for what another block of threads will begin with."""
     for block in range(min(SLOTS, program.blocks)):
-        program.rows.prefetch(cache_g, index_g, part_of(block))
+        program.rows.prefetch(cache_g, index_g, (token, first + block * KEYS, KEYS))
     program.rows.prefetch_whole(q_g)
 
 
@@ -193,13 +174,13 @@ def _attend(program: Program, shared: Shared, me: int, chosen_of, heads: int, ou
 
     acc, top, total = lax.fori_loop(0, (blocks - 1 + me) // 2, turn, state)
     if (last := (blocks - 1) % SLOTS) != me:  # the last block was the other's
-        top, shrink = _top_of_last(program, shared, last, top)
-        acc = _product(program, shared, me, last, program.rows.shrink(acc, shrink))
+        top, shrink = _top_of_last(shared, last, top)
+        acc = _product(program, shared, me, last, _shrunk(program, acc, shrink))
         total = total * shrink
-    _finish(program, shared, me, heads, acc, top, total, out_g, lse_g)
+    _finish(shared, me, heads, acc, top, total, out_g, lse_g)
 
 
-def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, state, *, with_last: bool) -> Any:
+def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, state, *, with_last: bool):
     """Scores and softmax of block `block` (slot `me`), products of the block before and of this one.
 
     Slots are values of the loop: were they constants, the compiler would keep the matrix descriptors of all
@@ -227,27 +208,27 @@ def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, stat
     if not with_last:
         raw = _scoped(both, (HEADS, KEYS))
     elif program.rows is PLAIN:
-        top, last = _top_of_last(program, shared, other, top)
+        top, last = _top_of_last(shared, other, top)
         total = total * last
-        acc = _product(program, shared, me, other, program.rows.shrink(acc, last))
+        acc = _product(program, shared, me, other, _shrunk(program, acc, last))
         raw = _scoped(both, (HEADS, KEYS))
     else:
         acc, top, total, raw = _after_last(program, shared, me, other, (acc, top, total), left, right)
-    raw = jnp.where(_along_heads(chosen) >= 0, raw, -jnp.inf)
+    raw = jnp.where(_along_heads(chosen) >= 0, raw * (program.scale * LOG2_E), -jnp.inf)
     new_top = raw.max(axis=1)
-    # A maximum that lags costs no precision, and what came before is rarely rescaled.
-    new_top = jnp.where(new_top > top + LAG / program.factor, new_top, top)
-    weights = rows.weights(raw, program.factor, new_top)
+    # The maximum may lag: weights up to 2 ** LAG lose nothing, and what came before is rarely rescaled.
+    new_top = jnp.where(new_top > top + (LAG if program.lazy else 0.0), new_top, top)
+    weights = jnp.exp2(raw - _along(new_top, KEYS))
     rows.sync()  # all four warps have read the rope columns, over which the weights go
     shared.rope[mine], shared.top[mine] = weights.astype(jnp.bfloat16), new_top
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.weights_full.at[mine])
-    shrink = jnp.exp2(program.factor * (top - new_top))
+    shrink = jnp.exp2(top - new_top)
     total = total * shrink + weights.sum(axis=1)
-    return _product(program, shared, me, mine, program.rows.shrink(acc, shrink)), new_top, total
+    return _product(program, shared, me, mine, _shrunk(program, acc, shrink)), new_top, total
 
 
-def _after_last(program: Program, shared: Shared, me: int, other, state, left, right) -> Any:
+def _after_last(program: Program, shared: Shared, me: int, other, state, left, right):
     """The product of the block before and the scores of this one, one behind the other on the matrix unit."""
     acc, top, total = state
 
@@ -255,9 +236,9 @@ def _after_last(program: Program, shared: Shared, me: int, other, state, left, r
         acc_ref, top_ref, total_ref, raw_ref = refs
 
         def product() -> None:
-            top_ref[...], last = _top_of_last(program, shared, other, top_ref[...])
+            top_ref[...], last = _top_of_last(shared, other, top_ref[...])
             total_ref[...] = total_ref[...] * last
-            acc_ref[...] = program.rows.shrink(plgpu.wgmma_accumulator_load(acc_ref, wait_n=None), last)
+            acc_ref[...] = _shrunk(program, plgpu.wgmma_accumulator_load(acc_ref, wait_n=None), last)
             plgpu.wgmma(acc_ref, shared.rope.at[other], shared.latent.at[other, me])
 
         def with_scores(scores_ref) -> None:
@@ -281,14 +262,18 @@ def _after_last(program: Program, shared: Shared, me: int, other, state, left, r
     return pl.run_state(run)((plgpu.WGMMAAccumulatorRef.init(acc), top, total, unset))
 
 
-def _top_of_last(program: Program, shared: Shared, slot, top) -> tuple[jax.Array, jax.Array]:
+def _shrunk(program: Program, acc, by):
+    return program.rows.shrink(acc, by) if program.lazy else acc * _along(by, HALF)
+
+
+def _top_of_last(shared: Shared, slot, top) -> tuple[jax.Array, jax.Array]:
     """The running maximum after the other warpgroup's block, and by what it shrinks all before it."""
     plgpu.barrier_wait(shared.weights_full.at[slot])
     new_top = plgpu.load(shared.top.at[slot], layout=_PER_HEAD, optimized=False)
-    return new_top, jnp.exp2(program.factor * (top - new_top))
+    return new_top, jnp.exp2(top - new_top)
 
 
-def _product(program: Program, shared: Shared, me: int, slot, acc) -> Any:
+def _product(program: Program, shared: Shared, me: int, slot, acc):
     """Adds a block's weights times its values, and gives the slot's half back."""
 
     def multiply(acc_ref) -> None:
@@ -306,7 +291,7 @@ def _product(program: Program, shared: Shared, me: int, slot, acc) -> Any:
     return acc
 
 
-def _finish(program: Program, shared: Shared, me: int, heads: int, acc, top, total, out_g, lse_g) -> None:
+def _finish(shared: Shared, me: int, heads: int, acc, top, total, out_g, lse_g) -> None:
     """Divides by the sum of both warpgroups' weights and writes results."""
     shared.total[me] = total
     plgpu.commit_smem()
@@ -316,7 +301,7 @@ def _finish(program: Program, shared: Shared, me: int, heads: int, acc, top, tot
     acc = acc / _along(jnp.where(total == 0.0, 1.0, total), HALF)
     shared.queries[me] = acc.astype(jnp.bfloat16)
     if me == 0:
-        shared.total[2] = jnp.where(total == 0.0, -jnp.inf, top * program.scale + jnp.log(total))
+        shared.total[2] = jnp.where(total == 0.0, -jnp.inf, top * LN_2 + jnp.log(total))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(shared.queries.at[me, pl.ds(0, heads)], out_g.at[:, pl.ds(me * HALF, HALF)])
     if me == 0:
