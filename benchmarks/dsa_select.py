@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.device_profile import profile
 from mtp_jax.bench.circumstances import circumstances
 from pallas_kernels.indexer_logits import mosaic_gpu as logits_gpu
 from pallas_kernels.indexer_logits import reference as logits_reference
@@ -67,19 +67,14 @@ class Case:
 
 
 def kernel_times(run: Run, inputs: list[tuple]) -> dict[str, float]:
-    """us of every kernel, for one call, by the profiler."""
+    """us of every kernel, for one call, by the profiler; the longest first."""
     jax.block_until_ready([run(*one) for one in inputs])
-    total = collections.Counter[str]()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for i in range(CALLS):
-                jax.block_until_ready(run(*inputs[i % len(inputs)]))
-        for path in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                for line in plane.lines if plane.name.startswith("/device:GPU") else ():
-                    for event in line.events if line.name.startswith("Stream") else ():
-                        total[event.name] += event.duration_ns
-    return {name: ns / 1e3 / CALLS for name, ns in total.most_common()}
+    total = collections.defaultdict[str, float](float)
+    for kernel in profile(
+        lambda: [jax.block_until_ready(run(*inputs[i % len(inputs)])) for i in range(CALLS)]
+    ):
+        total[kernel.name] += kernel.us
+    return {name: us / CALLS for name, us in sorted(total.items(), key=lambda item: -item[1])}
 
 
 def repeats(run: Run, inputs: tuple) -> tuple[jax.Array, str]:

@@ -1,6 +1,6 @@
 """Sparse latent attention on this machine's GPU: errors against fp32, then device time, beside FlashMLA.
 
-    python benchmarks/sparse_mla.py --loads t64_n128,t64_n64 --tunings 'default;ahead=0;splits=2'
+    python benchmarks/sparse_mla.py --loads t64_n128,t64_n64 --tunings 'default;splits=2'
     python benchmarks/sparse_mla.py --flashmla PATH/_flashmla_C.abi3.so   (see benchmarks/flashmla.py)
 
 Errors are ‖out - ref‖ / ‖ref‖ on fresh inputs, a fifth of the indices -1, one token without any, every row
@@ -21,7 +21,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.device_profile import profile
 from mtp_jax.bench.circumstances import circumstances
 from pallas_kernels.sparse_mla import mosaic_gpu, reference
 from pallas_kernels.sparse_mla.mosaic_gpu import Tuning
@@ -46,7 +46,7 @@ HEADER = (
 
 
 def tuning_of(text: str) -> Tuning:
-    """`ahead=0,splits=2`, or `default`."""
+    """`splits=2`, or `default`."""
     pairs = [] if text == "default" else [part.partition("=") for part in text.split(",")]
     return Tuning(**{key: int(value) for key, _, value in pairs})
 
@@ -158,16 +158,7 @@ def measure(load: Load, tuning: Tuning, window: int) -> tuple[float, float]:
 
 def kernel_us(run: Callable[[], object]) -> float:
     """Of all kernels of one call, by the profiler."""
-    total = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        for path in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                for line in plane.lines if plane.name.startswith("/device:GPU") else ():
-                    for event in line.events if line.name.startswith("Stream") else ():
-                        total += event.duration_ns / 1e3
-    return total
+    return sum(kernel.us for kernel in profile(run))
 
 
 def flashmla(python: str, library: str, loads: list[Load]) -> dict[tuple[int, int], list[float]]:

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
+from pallas_kernels.hopper import vary_like
 from pallas_kernels.paged_attention import mosaic_gpu as paged
 from pallas_kernels.paged_attention.mosaic_gpu import BLOCK_KEYS, COLUMN_GROUP, MASKED
 
@@ -103,7 +104,7 @@ def decode_attention(
     operands = (qkv, table, places.astype(jnp.int32), limits, blocks)
     operands = (*operands, keys, values)
     results = _kernel(out_type, page, stages, columns)(*operands)
-    *parts, keys, values = paged._vary_like(operands, results)
+    *parts, keys, values = vary_like(operands, *results)
     if splits == 1:
         return parts[0].reshape(b * t, g, per_kv, width), keys, values
     top, total = (x.reshape(b, splits, g, t, -1)[..., :per_kv].swapaxes(2, 3)[..., None] for x in parts[1:])

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.few_rows.plan import COLUMN_GROUP, LINE, MAX_ROWS, ROW_GROUP, Plan, Tuning, make_plan
+from pallas_kernels.hopper import vary_like
 
 Ref = Any  # what Pallas passes to a kernel; its own annotations do not fit one another
 _WGMMA = plgpu.Layout.WGMMA
@@ -92,10 +93,8 @@ def _whole_tiles(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def _run(plan: Plan, out_shape: tuple[int, ...], *operands: jax.Array) -> jax.Array:
     """The kernel on x, weights and what the kind needs besides. Its result varies as its operands do."""
-    out = _kernel(plan, jax.ShapeDtypeStruct(out_shape, jnp.bfloat16))(*operands)
-    varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-    # plgpu.kernel switches check_vma off around itself: results come out as if all devices had the same.
-    return lax.pcast(out, tuple(varying - jax.typeof(out).manual_axis_type.varying), to="varying")
+    (out,) = vary_like(operands, _kernel(plan, jax.ShapeDtypeStruct(out_shape, jnp.bfloat16))(*operands))
+    return out
 
 
 def _kernel(plan: Plan, out_type: jax.ShapeDtypeStruct) -> Callable:

@@ -5,12 +5,12 @@ from typing import Literal
 
 import jax
 
+from pallas_kernels.hopper import NUM_SMS, SMEM_BYTES
+
 MAX_ROWS = 64  # rows of a wgmma
 LINE = 64  # bfloat16s of a swizzled line
 CHUNKS = (192, 128, 64)  # of the contraction, in the order of preference
 MAX_BARRIERS = 32  # in one array of them
-NUM_SMS = 132
-SMEM_BYTES = 227 * 1024  # of a block, and of a multiprocessor
 ROW_GROUP = 8  # rows of a swizzled tile
 COLUMN_GROUP = 8  # columns of a wgmma come in whole ones
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu import NUM_SMS, SMEM_BYTES, _vary_like
+from pallas_kernels.hopper import NUM_SMS, SMEM_BYTES, vary_like
 
 TILE = 128  # keys of one
 FILL = 1024  # positions that one copy of -inf covers
@@ -134,7 +134,7 @@ def indexer_logits(
             scales = jnp.pad(scales, ((0, 0), (0, padded - length)))
         operands += (scales,)
     out_type = jax.ShapeDtypeStruct((rows, tokens, padded), jnp.float32)
-    (out,) = _vary_like(operands, [_kernel(out_type, tuning or Tuning(), *operands)(*operands)])
+    (out,) = vary_like(operands, _kernel(out_type, tuning or Tuning(), *operands)(*operands))
     out = out.reshape(b * t, padded)
     return out if padded == length else out[:, :length]
 

@@ -18,14 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import NUM_SMS, SMEM_BYTES, vary_like
+
 MAX_QUERIES = 64
 BLOCK_KEYS = 64  # rows of a wgmma
 COLUMN_GROUP = 8  # a wgmma's columns come in whole ones
 LATE_SUM_COLUMNS = 32
 HEAD_WIDTHS = (64, 128)
 PAGE_SIZES = (8, 16, 32, 64)
-NUM_SMS = 132
-SMEM_BYTES = 227 * 1024  # of a multiprocessor
 MASKED = -1e30  # finite, so that a query that sees nothing of a block has no NaN
 LOG2_E = 1.4426950408889634
 
@@ -102,7 +102,7 @@ def paged_attention(
     if splits > 1:
         out_type += [jax.ShapeDtypeStruct((b, splits, g, columns), jnp.float32)] * 2
     operands = (queries, keys, values, table, limits, blocks)
-    parts = _vary_like(operands, _kernel(out_type, page, stages, columns)(*operands))
+    parts = vary_like(operands, *_kernel(out_type, page, stages, columns)(*operands))
     if splits == 1:
         return parts[0][:, 0]
     top, total = (x[..., :rows].reshape(b, splits, g, t, per_kv).swapaxes(2, 3)[..., None] for x in parts[1:])
@@ -140,17 +140,6 @@ def _choose_stages(warpgroups: int, width: int) -> int:
     if together == 1:
         return 4 if width == 64 else 3
     return max(1, min(2, SMEM_BYTES // together // stage_bytes))
-
-
-def _vary_like(operands: tuple[jax.Array, ...], results: list[jax.Array]) -> list[jax.Array]:
-    """The results, marked to vary over every manual mesh axis that an operand varies over.
-
-    plgpu.kernel switches check_vma off around itself, so its results come out as if all devices had the same.
-    """
-    varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-    return [
-        lax.pcast(x, tuple(varying - jax.typeof(x).manual_axis_type.varying), to="varying") for x in results
-    ]
 
 
 def _join(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import NUM_SMS, vary_like
 from pallas_kernels.sparse_mla import rows, seesaw
 from pallas_kernels.sparse_mla.seesaw import HALF, HEADS, KEYS, ROPE, SLOTS, VALUE, WIDTH
 
-NUM_SMS = 132
 MAX_TOKENS = 65535  # the grid's third dimension
 HEAD_COUNTS = (8, 16, 32, 64, 128)
 
@@ -22,17 +21,9 @@ class Tuning:
     """Choices that change speed only.
 
     splits: shares of the keys of a token, each a block of its own; None: as many as fill the chip.
-    ahead: blocks of keys asked for in the L2 cache before they are gathered.
-    between: a block's product between the first and second half of the next one's scores, not before them.
-    next: what is likely to come next on a multiprocessor is asked for in the L2 cache.
-    lazy: results so far are rescaled only when a maximum has grown much.
     """
 
     splits: int | None = None
-    ahead: int = 2
-    between: bool = False
-    lazy: bool = True
-    next: bool = True
 
 
 def why_not(q: jax.Array, cache: jax.Array, value_width: int) -> str | None:
@@ -66,10 +57,9 @@ def sparse_mla(
     splits = -(-blocks // share)
     padding = splits * share * KEYS - indices.shape[1]
     indices = jnp.pad(indices.astype(jnp.int32), ((0, 0), (0, padding)), constant_values=-1)
-    stride = NUM_SMS // (splits * -(-n // HEADS)) if tuning.next else 0
-    program = seesaw.Program(share, scale, gather, tuning.ahead, tuning.between, tuning.lazy, stride)
+    program = seesaw.Program(share, scale, gather, stride=NUM_SMS // (splits * -(-n // HEADS)))
     operands = (q, gather.prepare(cache.reshape(-1, WIDTH), indices), indices)
-    out, lse = _vary_like(operands, _kernel(program, t, splits, n)(*operands))
+    out, lse = vary_like(operands, *_kernel(program, t, splits, n)(*operands))
     return (out[:, 0], lse[:, 0]) if splits == 1 else _join(out, lse)
 
 
@@ -118,17 +108,6 @@ def _kernel(program: seesaw.Program, tokens: int, splits: int, heads: int) -> Ca
             unsafe_no_auto_barriers=True,  # the program says where its threads wait for one another
         ),
     )
-
-
-def _vary_like(operands: tuple[jax.Array, ...], results: list[jax.Array]) -> list[jax.Array]:
-    """The results, marked to vary over every manual mesh axis that an operand varies over.
-
-    plgpu.kernel switches check_vma off around itself, so its results come out as if all devices had the same.
-    """
-    varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-    return [
-        lax.pcast(x, tuple(varying - jax.typeof(x).manual_axis_type.varying), to="varying") for x in results
-    ]
 
 
 def _join(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -140,7 +140,7 @@ class Async:
 
         return run(jnp.int32(value))
 
-    def shrink(self, acc: jax.Array, by: jax.Array) -> jax.Array:
+    def shrink(self, acc, by: jax.Array) -> jax.Array:
         """acc [heads, columns] times by [heads], where a warp has a head whose factor is not 1."""
         acc_layout, by_layout = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
         out = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=acc_layout)
@@ -222,7 +222,7 @@ class Plain:
     def hidden_zero(self, value: jax.Array) -> jax.Array:
         return jnp.int32(0)
 
-    def shrink(self, acc: jax.Array, by: jax.Array) -> jax.Array:
+    def shrink(self, acc, by: jax.Array) -> jax.Array:
         return acc * lax.broadcast_in_dim(by, acc.shape, [0])
 
     def prefetch(self, cache_g: Ref, index_g: Ref, keys: Keys) -> None:

@@ -29,7 +29,8 @@ VALUE = 2 * HALF
 ROPE = 64
 WIDTH = VALUE + ROPE
 SLOTS = 2
-LAG = 8.0
+AHEAD = 2  # blocks that the L2 cache is asked for before they are gathered
+LAG = 8.0  # by how many powers of two a running maximum may lag behind
 LOWEST = -1e30  # the running maximum before any key
 LN_2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
@@ -42,16 +43,12 @@ _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is static. `blocks`: of a share; `scale`: of scores; `ahead`: blocks that the L2 cache is asked
-    for before they are gathered, 0 for none; `between`: see _between;
-    `stride`: tokens from this one to the one that is likely to come next on this multiprocessor, 0: none."""
+    """What is static. `blocks`: of a share; `scale`: of scores; `stride`: from this token to the one that is
+    likely to come next on this multiprocessor, 0: none."""
 
     blocks: int
     scale: float
     rows: Rows
-    ahead: int
-    between: bool
-    lazy: bool
     stride: int
 
 
@@ -125,7 +122,7 @@ def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of) ->
         plgpu.copy_gmem_to_smem(q_g.at[:, pl.ds(half * HALF, HALF)], place, shared.queries_full)
     place = shared.queries_rope.at[pl.ds(0, heads)]
     plgpu.copy_gmem_to_smem(q_g.at[:, pl.ds(VALUE, ROPE)], place, shared.queries_full)
-    for block in range(SLOTS, min(SLOTS + program.ahead, program.blocks)):
+    for block in range(SLOTS, min(SLOTS + AHEAD, program.blocks)):
         rows.prefetch(cache_g, index_g, keys_of(block))
 
     def fetch(block, carry):
@@ -137,9 +134,8 @@ def _gather(program: Program, shared: Shared, q_g, cache_g, index_g, keys_of) ->
         pl.when(again)(lambda: plgpu.barrier_wait(shared.free[1].at[slot]))
         right = [(latent.at[1], HALF), (rope, VALUE)]
         rows.fetch(cache_g, index_g, keys_of(block), right, shared.arrived, 2 * slot + 1)
-        if program.ahead:
-            later = block + SLOTS + program.ahead
-            pl.when(later < program.blocks)(lambda: rows.prefetch(cache_g, index_g, keys_of(later)))
+        later = block + SLOTS + AHEAD
+        pl.when(later < program.blocks)(lambda: rows.prefetch(cache_g, index_g, keys_of(later)))
         return carry
 
     lax.fori_loop(0, program.blocks, fetch, None)
@@ -175,7 +171,7 @@ def _attend(program: Program, shared: Shared, me: int, chosen_of, heads: int, ou
     acc, top, total = lax.fori_loop(0, (blocks - 1 + me) // 2, turn, state)
     if (last := (blocks - 1) % SLOTS) != me:  # the last block was the other's
         top, shrink = _top_of_last(shared, last, top)
-        acc = _product(program, shared, me, last, _shrunk(program, acc, shrink))
+        acc = _product(program, shared, me, last, program.rows.shrink(acc, shrink))
         total = total * shrink
     _finish(shared, me, heads, acc, top, total, out_g, lse_g)
 
@@ -210,14 +206,14 @@ def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, stat
     elif program.rows is PLAIN:
         top, last = _top_of_last(shared, other, top)
         total = total * last
-        acc = _product(program, shared, me, other, _shrunk(program, acc, last))
+        acc = _product(program, shared, me, other, program.rows.shrink(acc, last))
         raw = _scoped(both, (HEADS, KEYS))
     else:
         acc, top, total, raw = _after_last(program, shared, me, other, (acc, top, total), left, right)
     raw = jnp.where(_along_heads(chosen) >= 0, raw * (program.scale * LOG2_E), -jnp.inf)
     new_top = raw.max(axis=1)
     # The maximum may lag: weights up to 2 ** LAG lose nothing, and what came before is rarely rescaled.
-    new_top = jnp.where(new_top > top + (LAG if program.lazy else 0.0), new_top, top)
+    new_top = jnp.where(new_top > top + LAG, new_top, top)
     weights = jnp.exp2(raw - _along(new_top, KEYS))
     rows.sync()  # all four warps have read the rope columns, over which the weights go
     shared.rope[mine], shared.top[mine] = weights.astype(jnp.bfloat16), new_top
@@ -225,7 +221,7 @@ def _own_block(program: Program, shared: Shared, me: int, chosen_of, block, stat
     plgpu.barrier_arrive(shared.weights_full.at[mine])
     shrink = jnp.exp2(top - new_top)
     total = total * shrink + weights.sum(axis=1)
-    return _product(program, shared, me, mine, _shrunk(program, acc, shrink)), new_top, total
+    return _product(program, shared, me, mine, program.rows.shrink(acc, shrink)), new_top, total
 
 
 def _after_last(program: Program, shared: Shared, me: int, other, state, left, right):
@@ -238,32 +234,21 @@ def _after_last(program: Program, shared: Shared, me: int, other, state, left, r
         def product() -> None:
             top_ref[...], last = _top_of_last(shared, other, top_ref[...])
             total_ref[...] = total_ref[...] * last
-            acc_ref[...] = _shrunk(program, plgpu.wgmma_accumulator_load(acc_ref, wait_n=None), last)
+            acc_ref[...] = program.rows.shrink(plgpu.wgmma_accumulator_load(acc_ref, wait_n=None), last)
             plgpu.wgmma(acc_ref, shared.rope.at[other], shared.latent.at[other, me])
 
         def with_scores(scores_ref) -> None:
-            if program.between:
-                left(scores_ref)
-                product()
-            else:
-                product()
-                left(scores_ref)
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(shared.free[me].at[other])
+            product()
+            left(scores_ref)
+            plgpu.wgmma_wait(1)  # all but `left`
+            plgpu.barrier_arrive(shared.free[me].at[other])
             right(scores_ref)
-            if program.between:
-                plgpu.wgmma_wait(2)  # all but the two products of `right`
-                plgpu.barrier_arrive(shared.free[me].at[other])
             raw_ref[...] = plgpu.wgmma_accumulator_load(scores_ref, wait_n=0)
 
         pl.run_scoped(with_scores, plgpu.WGMMAAccumulatorRef((HEADS, KEYS), jnp.float32))
 
     unset = _full(0.0, (HEADS, KEYS), _WGMMA)
     return pl.run_state(run)((plgpu.WGMMAAccumulatorRef.init(acc), top, total, unset))
-
-
-def _shrunk(program: Program, acc, by):
-    return program.rows.shrink(acc, by) if program.lazy else acc * _along(by, HALF)
 
 
 def _top_of_last(shared: Shared, slot, top) -> tuple[jax.Array, jax.Array]:

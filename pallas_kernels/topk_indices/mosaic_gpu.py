@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_gpu import NUM_SMS, _vary_like
+from pallas_kernels.hopper import NUM_SMS, vary_like
 from pallas_kernels.topk_indices import selection, thread_code
 
 MAX_BLOCKS = 8  # of a cluster that every Hopper GPU can place
@@ -44,7 +44,7 @@ def topk_indices(scores: jax.Array, lengths: jax.Array, k: int, *, tuning: Tunin
     """See api.topk_indices; shapes must have passed `why_not`."""
     plan = _plan(scores, k, tuning or Tuning())
     lengths = lengths.astype(jnp.int32)
-    (out,) = _vary_like((scores, lengths), [_kernel(plan, scores.shape[0])(scores, lengths)])
+    (out,) = vary_like((scores, lengths), _kernel(plan, scores.shape[0])(scores, lengths))
     return out
 
 
