@@ -4,10 +4,14 @@ They must be in force before JAX's first use, so they stand at module level.
 """
 
 import datetime
+import gc
 import importlib.metadata
 import os
 import platform
 import random
+import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +20,9 @@ import numpy as np
 import pytest
 
 NUM_DEVICES = 8
+# XLA:CPU maps the kernels of an executable one by one, and crashes where Linux refuses a process more maps
+# than vm.max_map_count, 65,530 as a rule. The largest file of tests adds some 10,000.
+MOST_MAPS = 30_000
 
 
 def _configure_jax() -> None:
@@ -40,6 +47,33 @@ hypothesis.settings.load_profile("repeatable")
 def _fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
+
+
+def num_maps() -> int:
+    """Mapped regions of this process; 0 where the system does not say."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
+def forget(module: types.ModuleType) -> None:
+    """Empties what its own functions have cached: engines, above all."""
+    for value in tuple(vars(module).values()):
+        if callable(clear := getattr(value, "cache_clear", None)) and value.__module__ == module.__name__:
+            clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _executables_end_with_their_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    forget(request.module)
+    gc.collect()
+    if num_maps() > MOST_MAPS:  # what modules share is made again, too
+        for name, module in tuple(sys.modules.items()):
+            if name.startswith("tests."):
+                forget(module)
+        jax.clear_caches()
+        gc.collect()
+        assert num_maps() < MOST_MAPS, "something holds executables of modules that have ended"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
