@@ -78,7 +78,8 @@ class LLM:
 
     Args:
       model: Hugging Face directory or GGUF file; None is the default model.
-      stages, tensor, data: the mesh; their product is the number of devices.
+      stages, tensor, data: the mesh; their product is the number of devices. "auto" chooses by the model and
+        the devices that there are.
       num_speculative_tokens: drafts a round. None or "auto": where the model has an MTP module, 0 to 3,
         whatever is measured to be the fastest; else 0.
       dtype: `float32`, `bfloat16` or `float16`; None chooses by device.
@@ -103,9 +104,9 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        stages: int = 1,
-        tensor: int = 1,
-        data: int = 1,
+        stages: int | Literal["auto"] = 1,
+        tensor: int | Literal["auto"] = 1,
+        data: int | Literal["auto"] = 1,
         num_speculative_tokens: int | Literal["auto"] | None = None,
         dtype: str | None = None,
         max_model_len: int | None = None,
@@ -138,7 +139,8 @@ class LLM:
         cluster = None
         if auto or (coordinator, num_processes, process_id) != (None, None, None):
             cluster = find_cluster(None if auto else coordinator, num_processes, process_id)
-        _prepare(stages * tensor * data, compile_cache, 1 if cluster is None else cluster.num_processes)
+        given = [size for size in (stages, tensor, data) if isinstance(size, int)]
+        _prepare(math.prod(given), compile_cache, 1 if cluster is None else cluster.num_processes)
         if cluster is not None and cluster.process_id:
             follow(cluster, options)
             raise SystemExit(0)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig, ModelConfig
+from mtp_jax.engine.auto_layout import Devices, Merit, fill_layout, wants_layout
 from mtp_jax.engine.buckets import BucketTable
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.executables import Executables
@@ -43,7 +44,7 @@ from mtp_jax.models.registry import check_supported, layer_kinds, layer_sizes
 from mtp_jax.progress import Report
 from mtp_jax.scheduler.scheduler import Scheduler
 from sharding.hosts import check_everybody_takes_part
-from sharding.mesh import make_mesh
+from sharding.mesh import abstract_mesh, make_mesh
 from sharding.placement import Placement, make_placement
 from sharding.stage_plan import StagePlan, plan_stages
 
@@ -148,7 +149,10 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     check_supported(model)
     head = _find_head(options, source, path)
     has_mtp = head is not None or model.num_nextn_predict_layers > 0
-    config = resolve_config(options, model, has_mtp=has_mtp, on_cpu=jax.default_backend() == "cpu")
+    on_cpu, memory = jax.default_backend() == "cpu", device_memory_bytes()
+    there = Devices(jax.device_count(), jax.local_device_count())
+    options = choose_layout(options, model, there, memory, has_mtp=has_mtp, on_cpu=on_cpu)
+    config = resolve_config(options, model, has_mtp=has_mtp, on_cpu=on_cpu)
     mesh = _checked("--stages", config.stages, lambda: make_mesh(config.stages, config.data, config.tensor))
     _checked("--stages", config.stages, lambda: check_everybody_takes_part(mesh))
     draft_vocab = head.draft_vocab if head is not None else None
@@ -158,7 +162,7 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     if isinstance(source, PlacedDir):
         check_placed(source, layout)
     pages_given = "num_pages" in options.overrides
-    memory = plan_memory(layout, config, options.kv_cache_gib, pages_given, device_memory_bytes())
+    memory = plan_memory(layout, config, options.kv_cache_gib, pages_given, memory)
     check_memory(memory, config, options.kv_cache_gib, pages_given)
     config = dataclasses.replace(config, num_pages=memory.num_pages)
     program = Program(config, layout)
@@ -166,6 +170,43 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     return Blueprint(
         options, source, read_mtp if has_mtp else None, head, program, BucketTable.of(config), memory
     )
+
+
+def choose_layout(
+    options: EngineOptions,
+    model: ModelConfig,
+    devices: Devices,
+    available: int | None,
+    *,
+    has_mtp: bool,
+    on_cpu: bool,
+) -> EngineOptions:
+    """The options with a number for each axis of the mesh that is `auto`; see `fill_layout`.
+
+    Args:
+      available: bytes of a device; None: unknown, and then every layout fits.
+
+    Raises:
+      NothingFitsError: no layout of these devices holds the model.
+    """
+    if not wants_layout(options.overrides):
+        return options
+
+    def judge(layout: Mapping[str, int]) -> Merit | None:
+        tried = dataclasses.replace(options, overrides={**options.overrides, **layout})
+        try:
+            config = resolve_config(tried, model, has_mtp=has_mtp, on_cpu=on_cpu)
+            drawn = draw_layout(model, config, abstract_mesh(config.stages, config.data, config.tensor))
+            pages_given = "num_pages" in options.overrides
+            memory = plan_memory(drawn, config, options.kv_cache_gib, pages_given, available)
+            check_memory(memory, config, options.kv_cache_gib, pages_given)
+        except InvalidValueError:
+            return None
+        room = config.data * (memory.num_pages // config.pages_per_slot)
+        return Merit(max(0, config.max_num_seqs - room), len(drawn.placement.replicated))
+
+    layout = fill_layout(options.overrides, devices, model.num_hidden_layers, judge)
+    return dataclasses.replace(options, overrides={**options.overrides, **layout})
 
 
 def draw_layout(

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtp_jax.config import ModelConfig
+from mtp_jax.engine.auto_layout import Devices, NothingFitsError, wants_layout
+from mtp_jax.engine.build import EngineOptions, choose_layout
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError
 from mtp_jax.loading import GGUFFile
 from mtp_jax.loading.hf_config import config_from_directory
-from mtp_jax.plan.devices import DEVICES
+from mtp_jax.plan.devices import DEVICES, Device
 from mtp_jax.plan.draw import draw_plan
 from mtp_jax.plan.report import as_json, table
-from mtp_jax.plan.search import nearest
+from mtp_jax.plan.search import LARGEST, nearest
 from mtp_jax.server.arguments import Parser, add_flags, fail, make_parser, read_file, resolve
 from mtp_jax.server.backend import engine_options
 from mtp_jax.server.readers import number
@@ -28,11 +30,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "mtp-jax plan") -> int:
     given = parser.given(sys.argv[1:] if argv is None else argv)
     device = DEVICES[given.pop("device")]
     for_programs, preset = given.pop("json", False), given.pop("config", None)
+    devices = given.pop("devices", None)
     try:
         from_file = {} if preset is None else read_file(make_parser(prog), preset)
         options = engine_options(resolve(given, from_file))
-        plan = draw_plan(read_config(options.model), options, device)
+        model = read_config(options.model)
+        options = with_layout(options, model, device, devices)
+        plan = draw_plan(model, options, device)
         changes = () if plan.fits else nearest(plan, options)
+    except NothingFitsError as error:
+        print(f"does not fit: {error.legal}")
+        return 1
     except (InvalidValueError, UnsupportedHereError) as error:
         return fail(prog, error)
     print(as_json(plan, changes) if for_programs else table(plan, changes))
@@ -58,6 +66,23 @@ def read_config(model: str | None) -> ModelConfig:
     raise InvalidValueError("MODEL_OR_CONFIG", model, legal)
 
 
+def with_layout(
+    options: EngineOptions, model: ModelConfig, device: Device, devices: int | None
+) -> EngineOptions:
+    """The options with numbers for the axes that are `auto`, for so many devices.
+
+    Raises:
+      NothingFitsError: no layout of them holds the model.
+      InvalidValueError: an axis is `auto` and nobody said how many devices there are.
+    """
+    if devices is None:
+        if wants_layout(options.overrides):
+            raise InvalidValueError("--devices", None, "how many there are, where a part of the mesh is auto")
+        return options
+    has_mtp = model.num_nextn_predict_layers > 0
+    return choose_layout(options, model, Devices(devices), device.usable, has_mtp=has_mtp, on_cpu=False)
+
+
 def _parser(prog: str) -> Parser:
     about = "Will a model fit? Stages, bytes a device and what to change, from config.json alone."
     parser = Parser(prog, about, "Flags that are not given are chosen as on an accelerator.")
@@ -65,6 +90,12 @@ def _parser(prog: str) -> Parser:
         "model", nargs="?", metavar="MODEL_OR_CONFIG", help="a directory with config.json, or that file"
     )
     parser.add_argument("--device", choices=tuple(DEVICES), required=True, help="what every device is")
+    parser.add_argument(
+        "--devices",
+        type=number(int, 1, LARGEST),
+        metavar="N",
+        help="how many there are, for --stages, --tensor or --data auto",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     parser.add_argument("--config", metavar="FILE", help="TOML file of flags, as for serving")
     add_flags(parser, ("model", "layout", "engine"), without=_NOT_HERE)

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping
 
 import jax.numpy as jnp
 
+from mtp_jax.engine.auto_layout import A_HOST
 from mtp_jax.engine.build import EngineOptions
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.plan.draw import Plan, draw_plan
 
 LARGEST = 1024  # devices
 SHORTEST = 1024  # tokens of max_model_len that are worth serving
-MAX_TENSOR = 8  # devices of one host: beyond it a sum in every layer is slow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _meshes(plan: Plan) -> list[tuple[int, int]]:
     stages = {config.stages * power for power in powers} | {config.stages // power for power in powers}
     shards = {config.tensor * power for power in powers} | {config.tensor // power for power in powers}
     meshes = ((z, t) for z in stages for t in shards if 1 <= z <= most and t >= 1)
-    largest = max(MAX_TENSOR, config.tensor)
+    largest = max(A_HOST, config.tensor)
     devices = range(config.stages * config.tensor, LARGEST // config.data + 1)
     return [(z, t) for z, t in meshes if t <= largest and z * t in devices]
 

@@ -20,7 +20,7 @@ from mtp_jax.config import AUTO, AUTO_DRAFTS, EngineConfig
 from mtp_jax.engine.prepare import default_compile_cache
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.server.more_flags import ANSWER_FLAGS, HOST_FLAGS, LIMIT_FLAGS
-from mtp_jax.server.readers import Flag, any_text, drafts, layer_counts, number, origins
+from mtp_jax.server.readers import Flag, any_text, layer_counts, number, number_or_auto, origins
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -99,14 +99,14 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
     },
     "layout": {
-        "stages": ("pipeline stages", _INTEGER, None),
+        "stages": ("pipeline stages, or auto: what suits the devices", number_or_auto, None),
         "stage_layers": (
             "layers of each stage, such as 16,15,15,15, instead of the planner's cuts",
             layer_counts,
             None,
         ),
-        "tensor": ("shards of heads, ffn columns and vocabulary", _INTEGER, None),
-        "data": ("replicas of slots and pages", _INTEGER, None),
+        "tensor": ("shards of heads, ffn columns and vocabulary, or auto", number_or_auto, None),
+        "data": ("replicas of slots and pages, or auto", number_or_auto, None),
         "experts_over": (
             "devices that share the experts of a layer: shards of one replica, or of all",
             any_text,
@@ -123,7 +123,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
             number(float, 0.001),
             None,
         ),
-        "num_speculative_tokens": ("drafts a round: 0 to 8, or auto", drafts, None),
+        "num_speculative_tokens": ("drafts a round: 0 to 8, or auto", number_or_auto, None),
         "draft_sampling": ("how drafts are chosen when sampling", any_text, ("greedy", "probabilistic")),
         "logprobs_mode": (
             "log-probabilities of the model, or of what is sampled from",
@@ -309,7 +309,7 @@ def _file_value(action: argparse.Action, value: object, where: str) -> object:
         raise InvalidValueError(where, value, " or ".join(map(str, action.choices)))
     if action.type in (any_text, origins) and not isinstance(value, str):
         raise InvalidValueError(where, value, "a text in quotes")
-    if action.type not in (any_text, drafts, layer_counts, origins) and isinstance(value, str):
+    if action.type not in (any_text, number_or_auto, layer_counts, origins) and isinstance(value, str):
         raise InvalidValueError(where, value, "a number without quotes")
     assert callable(action.type)
     try:

@@ -39,8 +39,8 @@ def any_text(text: str) -> str:
     return text
 
 
-def drafts(text: str) -> int | float | str:
-    """Reads a number of drafts, or `auto`."""
+def number_or_auto(text: str) -> int | float | str:
+    """Reads an integer of at least 0, or `auto`."""
     try:
         return AUTO if text == AUTO else number(int, 0)(text)
     except argparse.ArgumentTypeError:

@@ -15,6 +15,7 @@ from tests.house.source import ROOT
 PUBLISHED = sorted((ROOT / "configs/published").iterdir())
 MIMO = str(ROOT / "configs/published/mimo_7b")
 AIR = str(ROOT / "configs/published/glm_45_air")
+FLAGS = {"stage": "--stages", "data": "--data", "tensor": "--tensor"}
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
@@ -132,3 +133,18 @@ def test_needs_no_device() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert "4 x v6e" in run.stdout
+
+
+def test_a_layout_for_so_many_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """`auto` takes all of them, and what is printed as flags is the same plan."""
+    mesh = ("--stages", "auto", "--tensor", "auto", "--data", "auto", "--json")
+    code, out = run(capsys, AIR, "--device", "h200", "--devices", "8", *mesh)
+    found = json.loads(out)
+    sizes = found["mesh"]
+    assert code == 0 and sizes["stage"] * sizes["data"] * sizes["tensor"] == 8
+    assert found["max_num_seqs"] <= sizes["data"] * found["num_longest"]
+    given = (word for axis, flag in FLAGS.items() for word in (flag, str(sizes[axis])))
+    assert json.loads(run(capsys, AIR, "--device", "h200", *given, "--json")[1]) == found
+    assert run(capsys, AIR, "--device", "v5e", "--devices", "8", *mesh)[0] == 1
+    assert main([AIR, "--device", "h200", *mesh]) == 2
+    assert "--devices: got None; expected how many there are" in capsys.readouterr().err

@@ -106,7 +106,8 @@ def test_bad_flags(capsys: pytest.CaptureFixture[str], argv: list[str], parts: l
     [
         ("stages = ", ["--config", "TOML"]),
         ("stagse = 2", ["stagse", "did you mean stages?"]),
-        ("stages = 'two'", ["stages", "without quotes"]),
+        ("stages = 'two'", ["stages", "'auto' or an integer"]),
+        ("num_pages = 'two'", ["num_pages", "without quotes"]),
         ("stages = 2.5", ["stages", "2.5", "integer"]),
         ("stages = true", ["stages", "True"]),
         ("stages = 0", ["--stages", "at least 1"]),
