@@ -31,8 +31,9 @@ import jax
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.device_profile import busy_us, profile
 from mtp_jax.bench.circumstances import circumstances, load_average
-from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_blueprint
+from mtp_jax.engine.build import Blueprint, construct, draw_blueprint
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.engine.prepare import CACHE_OFF, prepare_jax
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import InvalidValueError

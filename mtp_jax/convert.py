@@ -59,7 +59,8 @@ def convert(
     Raises:
       InvalidValueError, UnsupportedHereError: what cannot work, with its name.
     """
-    from mtp_jax.engine.build import EngineOptions, draw_blueprint
+    from mtp_jax.engine.build import draw_blueprint
+    from mtp_jax.engine.options import EngineOptions
     from mtp_jax.engine.placed import load_weights, require_orbax, write_placed
     from mtp_jax.loading import SafetensorsDir, resolve_model
 

@@ -17,10 +17,10 @@ from typing import Literal, TypedDict
 from tqdm import tqdm
 
 from mtp_jax.config import EngineConfig
-from mtp_jax.engine.build import EngineOptions
 from mtp_jax.engine.cluster import find_cluster
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.hosts import build_together, follow, lead
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.engine.prepare import default_compile_cache, prepare_jax
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import InvalidRequestError, InvalidValueError

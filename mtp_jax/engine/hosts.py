@@ -7,10 +7,11 @@ import jax
 
 from mtp_jax import __version__
 from mtp_jax.engine.agreement import agree
-from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_blueprint
+from mtp_jax.engine.build import Blueprint, construct, draw_blueprint
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.follower import Follower
 from mtp_jax.engine.leader import CULPRIT_SECONDS, Leader, Told, end_process
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.engine.orders import Launch
 from mtp_jax.engine.step import StepOutput
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError

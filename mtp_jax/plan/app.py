@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.engine.auto_layout import Devices, NothingFitsError, wants_layout
-from mtp_jax.engine.build import EngineOptions, choose_layout
+from mtp_jax.engine.build import choose_layout
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError
 from mtp_jax.loading import GGUFFile
 from mtp_jax.loading.hf_config import config_from_directory

@@ -5,8 +5,9 @@ import dataclasses
 import math
 
 from mtp_jax.config import EngineConfig, ModelConfig
-from mtp_jax.engine.build import EngineOptions, draw_layout, resolve_config
+from mtp_jax.engine.build import draw_layout
 from mtp_jax.engine.memory import MemoryPlan, check_memory, plan_memory
+from mtp_jax.engine.options import EngineOptions, resolve_config
 from mtp_jax.engine.weights import WeightLayout
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.models.registry import expected_tensors, layer_kinds, mtp_tensors

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import jax.numpy as jnp
 
 from mtp_jax.engine.auto_layout import A_HOST
-from mtp_jax.engine.build import EngineOptions
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.plan.draw import Plan, draw_plan
 

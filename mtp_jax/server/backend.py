@@ -4,10 +4,11 @@ import dataclasses
 import logging
 import sys
 
-from mtp_jax.engine.build import Blueprint, EngineOptions, construct
+from mtp_jax.engine.build import Blueprint, construct
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.hosts import draw_together, lead
 from mtp_jax.engine.leader import Leader, Told, end_process
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.engine.prepare import CACHE_OFF, CacheCounter, prepare_jax
 from mtp_jax.progress import Report
 from mtp_jax.server.arguments import ServeOptions

@@ -10,7 +10,8 @@ from pathlib import Path
 import jax
 
 from mtp_jax.config import EngineConfig
-from mtp_jax.engine.build import EngineFieldValue, EngineOptions, build_engine
+from mtp_jax.engine.build import build_engine
+from mtp_jax.engine.options import EngineFieldValue, EngineOptions
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.loading import resolve_model
 from mtp_jax.progress import PhaseBars

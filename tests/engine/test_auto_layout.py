@@ -6,7 +6,8 @@ import pytest
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.engine.auto_layout import Devices, Merit, NothingFitsError, fill_layout
-from mtp_jax.engine.build import EngineOptions, draw_blueprint
+from mtp_jax.engine.build import draw_blueprint
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.errors import InvalidValueError
 from tests.conftest import NUM_DEVICES
 from tests.parity.rig import TINY, RandomSource

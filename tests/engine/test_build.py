@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from mtp_jax.engine.build import Blueprint, EngineOptions, draw_blueprint
+from mtp_jax.engine.build import Blueprint, draw_blueprint
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.errors import InvalidValueError
 from tests.parity.rig import TINY, RandomSource, Value
 

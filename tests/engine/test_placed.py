@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mtp_jax.convert import convert
-from mtp_jax.engine.build import EngineOptions, draw_blueprint
+from mtp_jax.engine.build import draw_blueprint
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.engine.placed import load_weights
 from mtp_jax.engine.weights import Weights
 from mtp_jax.errors import CheckpointError, InvalidValueError

@@ -12,8 +12,9 @@ import pytest
 
 import mtp_jax.engine.plan_arrays
 from mtp_jax.engine.buckets import Bucket, BucketTable, bucket_of
-from mtp_jax.engine.build import EngineOptions, construct, draw_blueprint
+from mtp_jax.engine.build import construct, draw_blueprint
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.request import EngineRequest, SamplingParams
 from mtp_jax.scheduler.scheduler import Scheduler
 from tests.parity.engines import shared_engine

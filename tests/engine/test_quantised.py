@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mtp_jax.engine.build import EngineOptions, draw_blueprint
+from mtp_jax.engine.build import draw_blueprint
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.engine.weights import Weights
 from tests.loading.packers import edit_config
 

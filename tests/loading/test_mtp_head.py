@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mtp_jax.engine.build import EngineOptions, draw_blueprint
+from mtp_jax.engine.build import draw_blueprint
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.errors import CheckpointError
 from mtp_jax.loading import SafetensorsDir, find_mtp_head, open_mtp_head, resolve_model
 from mtp_jax.loading.fingerprint import target_fingerprint

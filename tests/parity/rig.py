@@ -15,10 +15,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from mtp_jax.config import ModelConfig
 from mtp_jax.engine.buckets import Bucket
-from mtp_jax.engine.build import Blueprint, EngineOptions, construct, draw_blueprint
+from mtp_jax.engine.build import Blueprint, construct, draw_blueprint
 from mtp_jax.engine.draft import Drafter
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.guided import Grammars
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.engine.plan_arrays import PlanWriter
 from mtp_jax.engine.shaping_slots import ShapingSlots
 from mtp_jax.engine.stand_ins import idle_plan

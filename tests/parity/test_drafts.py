@@ -11,8 +11,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from mtp_jax.engine.adaptive import DraftChooser
-from mtp_jax.engine.build import EngineOptions, construct, draw_blueprint
+from mtp_jax.engine.build import construct, draw_blueprint
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.loading.mtp_head import DRAFT_VOCAB_IDS
 from mtp_jax.models.registry import mtp_tensors
 from tests.parity.engines import MOST_TOKENS, prompts, reference, shared_engine

@@ -8,8 +8,9 @@ import jax
 import pytest
 
 from mtp_jax.config import EngineConfig, ModelConfig
-from mtp_jax.engine.build import EngineOptions, draw_layout
+from mtp_jax.engine.build import draw_layout
 from mtp_jax.engine.memory import measure
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.engine.state import init_state, state_shapes, state_specs
 from mtp_jax.engine.weights import WeightLayout
 from mtp_jax.loading.hf_config import config_from_directory

@@ -6,7 +6,8 @@ import pytest
 
 from mtp_jax import cli
 from mtp_jax.config import EngineConfig
-from mtp_jax.engine.build import EngineOptions, draw_blueprint
+from mtp_jax.engine.build import draw_blueprint
+from mtp_jax.engine.options import EngineOptions
 from mtp_jax.server.arguments import CHOSEN, FLAGS, ServeOptions, make_parser, parse_options
 
 GOLDEN = Path(__file__).parents[1] / "golden"
