@@ -107,6 +107,10 @@ class DraftChooser:
             row.begin(row.best)
         return min(row.drafts, offered)
 
+    def best(self, rows: int, offered: int) -> int:
+        """The same outside of any trial: the best k that is known."""
+        return min(self._rows[rows].best, offered)
+
     def cannot(self, rows: int, drafts: int) -> None:
         """There is no program for this k: its trial is over, and it was hopeless."""
         row = self._rows[rows]

@@ -127,7 +127,7 @@ class BucketTable:
         return [*plain, Bucket(1, rows, width, chunk, self.drafts)]
 
     def special(self, sampling: Sampling, report: Report, *, smallest: bool) -> list[Bucket]:
-        """What a request of these kinds needs, with a lane for its prompt and without for what follows."""
+        """For requests of these kinds, with a lane for prompts and without: the largest, or the smallest."""
         buckets = self.first() if smallest else list(dict.fromkeys(self._of_each_kind(-1)))
         kinds = []
         for bucket in buckets:

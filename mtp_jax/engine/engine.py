@@ -117,13 +117,16 @@ class Engine:
         self._scheduler.check(request)
         if request.params.structured_outputs is not None:
             self._grammars.add(request.request_id, request.params.structured_outputs)
-        if not self._on_demand.must_wait(request, busy=self._scheduler.has_unfinished):
+        if not self._on_demand.must_wait(request):
             self._scheduler.add(request)
         self._completions[request.request_id] = Completion(request, self.tokenizer, time.monotonic())
 
     def _checked(self, request: EngineRequest) -> EngineRequest:
         """The request with its bad words as tokens."""
         params, size = request.params, self.model_config.vocab_size
+        for token in (min(request.prompt_token_ids, default=0), max(request.prompt_token_ids, default=0)):
+            if not 0 <= token < size:  # a tokenizer may know more than the model
+                raise InvalidRequestError("prompt", f"token id {token}", f"0 to {size - 1}")
         params.check_token_ids(size)
         bad_words = bad_word_tokens(params, self.tokenizer)
         stop = params.end_token_ids(self.model_config.eos_token_ids)
@@ -153,7 +156,7 @@ class Engine:
         """Hands requests whose executables have come to the scheduler; ends those that cannot have any."""
         if not self._on_demand.num_held:
             return []
-        for request in self._on_demand.release(busy=self._scheduler.has_unfinished):
+        for request in self._on_demand.release():
             self._scheduler.add(request)
         failed = self._on_demand.take_failed()
         for request in failed:
@@ -194,8 +197,8 @@ class Engine:
         self._look_ahead(plan, exact)
         changes, pending = self._writer.changes(plan, bucket), self._shaping.pending(plan.slots)
         if bucket.sampling is Sampling.SHAPED:
-            masks = self._grammars.masks(plan.slots, self._scheduler.request_in, bucket.drafts)
-            changes = dataclasses.replace(changes, masks=masks)
+            guided = self._grammars.masks(plan.slots, self._scheduler.request_in, bucket.drafts)
+            changes = dataclasses.replace(changes, guided=guided)
         arrays = self._arrays(changes, bucket)
         output = self._launcher.submit(self._launch_everywhere, step, arrays, changes, bucket, pending)
         alike = bool(self._unread) and self._unread[-1].bucket == bucket == exact and not bucket.chunk
@@ -227,7 +230,7 @@ class Engine:
         arrays = self._writer.apply(changes, bucket)
         if bucket.sampling is not Sampling.SHAPED:
             return arrays
-        return dataclasses.replace(arrays, masks=self._grammars.place(changes.masks, bucket.drafts))
+        return dataclasses.replace(arrays, masks=self._grammars.place(changes.guided, bucket.drafts))
 
     def _run(
         self,
@@ -257,7 +260,11 @@ class Engine:
         if self._chooser is None:
             return self._bucket_with(plan, safe)
         offered = max((slot.num_drafts for slot in plan.slots if slot.generation), default=0)
-        bucket = self._bucket_with(plan, self._chooser.choose(plan.num_rows, offered))
+        if self._grammars.num_live:  # nothing overlaps then, so nothing is timed: no trial would end
+            drafts = self._chooser.best(plan.num_rows, offered)
+        else:
+            drafts = self._chooser.choose(plan.num_rows, offered)
+        bucket = self._bucket_with(plan, drafts)
         if bucket.drafts == safe or self.executables.at_once or self.executables.is_ready(bucket):
             return bucket
         if self.executables.has_failed(bucket):
@@ -324,7 +331,7 @@ class Engine:
         if completion is None:  # a stop string ended it earlier in this very dispatch
             return None
         output = completion.push(update, self._scheduler.num_cached_tokens(update.request_id))
-        problem = self._grammars.advance(update)
+        problem = self._grammars.advance(update, ended=output.finish_reason is not None)
         if problem is not None:
             output = failed_output(update.request_id, problem)
         if output.finish_reason is not None:
@@ -341,6 +348,7 @@ class Engine:
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + self._on_demand.num_held,
+            is_compiling=self.executables.is_compiling,
             kv_cache_usage=scheduler.pages_used / scheduler.pages_total,
             prefix_cache_queries=scheduler.prefix_queries,
             prefix_cache_hits=scheduler.prefix_hits,
@@ -384,7 +392,7 @@ class Counts:
         self.accepted_per_position = [0] * num_speculative_tokens
 
     def dispatched(self, launched: Launched, useful: int) -> None:
-        """One dispatch was read. Ticks are counted per stage: each stage either had work or not."""
+        """One dispatch was read. Ticks are counted by stage and replica: each either had work or not."""
         self.dispatches += 1
         self.ticks += launched.ticks * len(launched.plan.rows)
         self.useful_ticks += useful

@@ -9,6 +9,7 @@ the first j drafts, and nothing is sampled from it unless these stand.
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from mtp_jax.engine.plan_arrays import PLAN_SPEC
+from mtp_jax.engine.plan_arrays import PLAN_SPEC, GuidedRows
 from mtp_jax.engine.vocabulary import Vocabulary
 from mtp_jax.errors import InvalidRequestError
 from mtp_jax.request import GrammarSpec
@@ -25,6 +26,9 @@ from mtp_jax.text.grammar import Grammar, GrammarCompiler, Matcher
 from mtp_jax.text.tokenizer import Tokenizer
 from sharding.hosts import place
 from sharding.placement import HEAD_AXES, Placement
+
+MASK_SECONDS = 0.25  # of this thread for the masks of a dispatch; beyond it slow grammars must give up:
+SLOW_SECONDS = 0.002  # those that take so long for one request. Some 0.05 ms is usual
 
 
 def mask_shape(num_slots: int, num_drafts: int, padded_vocab: int) -> tuple[int, int, int]:
@@ -81,6 +85,7 @@ class Grammars:
         self._sharding = NamedSharding(placement.mesh, PLAN_SPEC)
         self._lock = threading.Lock()
         self._live: dict[str, _Guided] = {}
+        self._free: dict[int, jax.Array] = {}  # by number of drafts: masks that allow everything
 
     @functools.cached_property
     def _compiler(self) -> GrammarCompiler:
@@ -99,18 +104,27 @@ class Grammars:
         """A request begins its text. Raises what `compile` raises."""
         self._live[request_id] = _Guided(spec, self.compile(spec).matcher())
 
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
     def forget(self, request_id: str) -> None:
         """A request has ended; it need not have had a grammar."""
         self._live.pop(request_id, None)
 
-    def advance(self, update: TokenUpdate) -> InvalidRequestError | None:
-        """Takes tokens that stand. Returns why the grammar cannot go on, if it cannot."""
+    def advance(self, update: TokenUpdate, *, ended: bool) -> InvalidRequestError | None:
+        """Takes tokens that stand. Returns why the grammar cannot go on, if it cannot and has to.
+
+        Args:
+          update: the tokens, and the drafts that come next.
+          ended: nothing follows them; then it is enough that they fit.
+        """
         guided = self._live.get(update.request_id)
         if guided is None:
             return None
         guided.matcher.accept(update.token_ids)
         guided.proposals = update.proposals
-        if not guided.matcher.failed:
+        if not guided.matcher.failed or (ended and guided.matcher.fits):
             return None
         legal = (
             "a grammar that can be followed; its text came to where no token fits, or to where it is too slow"
@@ -119,30 +133,40 @@ class Grammars:
 
     def masks(
         self, slots: Sequence[SlotView], request_in: Callable[[int, int], str | None], num_drafts: int
-    ) -> np.ndarray | None:
+    ) -> GuidedRows | None:
         """Masks of a dispatch that verifies up to `num_drafts` drafts a row; None where nobody has a grammar.
 
-        A request's proposals may be more than that, and fewer: drafts that nobody told of are none.
+        A request's proposals may be more than that, and fewer: drafts that nobody told of are none. Where all
+        masks together take too long, those whose own do have seen their last.
         """
-        if not self._live:
+        live = [
+            (index, slot, guided)
+            for index, slot in enumerate(slots)
+            if (guided := self._live.get(request_in(index, slot.generation) or "")) is not None
+        ]
+        if not live:
             return None
-        masks = np.full(self._shape(num_drafts), 0xFFFFFFFF, np.uint32)
-        for index, slot in enumerate(slots):
-            guided = self._live.get(request_in(index, slot.generation) or "")
-            if guided is not None:
-                offered = min(num_drafts, slot.num_drafts)
-                drafts = [token for token in guided.proposals[:offered] if token >= 0]
-                rows = guided.matcher.masks(drafts)
-                masks[index, : len(rows), : rows.shape[1]] = rows
-        return masks
+        words, spent = -(-self._vocab_size // 32), 0.0
+        masks = np.full((len(live), num_drafts + 1, words), 0xFFFFFFFF, np.uint32)
+        for own, (_, slot, guided) in zip(masks, live, strict=True):
+            offered = min(num_drafts, slot.num_drafts)
+            drafts = [token for token in guided.proposals[:offered] if token >= 0]
+            began = time.thread_time()
+            rows = guided.matcher.masks(drafts)
+            took = time.thread_time() - began
+            spent += took
+            if spent > MASK_SECONDS and took > SLOW_SECONDS:
+                guided.matcher.give_up()
+            own[: len(rows)] = rows
+        return GuidedRows(np.array([index for index, _, _ in live], np.int32), masks)
 
-    def place(self, masks: np.ndarray | None, num_drafts: int) -> jax.Array:
-        """What `masks` gave, on the devices."""
-        return self._nothing(num_drafts) if masks is None else place(masks, self._sharding)
-
-    def _shape(self, num_drafts: int) -> tuple[int, int, int]:
-        return mask_shape(self._num_slots, num_drafts, self._padded_vocab)
-
-    @functools.lru_cache(maxsize=16)  # noqa: B019 - one engine, a few numbers of drafts
-    def _nothing(self, num_drafts: int) -> jax.Array:
-        return place(np.full(self._shape(num_drafts), 0xFFFFFFFF, np.uint32), self._sharding)
+    def place(self, guided: GuidedRows | None, num_drafts: int) -> jax.Array:
+        """What `masks` gave, on the devices, for all slots."""
+        if guided is None and num_drafts in self._free:
+            return self._free[num_drafts]
+        shape = mask_shape(self._num_slots, num_drafts, self._padded_vocab)
+        masks = np.full(shape, 0xFFFFFFFF, np.uint32)
+        if guided is not None:
+            masks[guided.slots, :, : guided.masks.shape[-1]] = guided.masks
+            return place(masks, self._sharding)
+        return self._free.setdefault(num_drafts, place(masks, self._sharding))

@@ -4,7 +4,6 @@ Plans travel beside the devices, over TCP: a device collective would wait behind
 where this takes milliseconds). Every process then launches the same programs in the same order.
 """
 
-import collections
 import contextlib
 import dataclasses
 import logging
@@ -74,7 +73,7 @@ class Leader:
         self._answers: dict[str, queue.SimpleQueue[tuple[Peer, Message]]] = {
             kind: queue.SimpleQueue() for kind in (DESCRIBED, READY)
         }
-        self._compiling: dict[Bucket, Answers] = collections.defaultdict(self._new_answers)
+        self._compiling: dict[Bucket, Answers] = {}
         self._guard = threading.Lock()  # of the dictionary above and of `_over`
         self._over = False
         self._listener = _listen(cluster)
@@ -167,10 +166,12 @@ class Leader:
         measured), so all processes must be at the same ones.
 
         Raises (what is returned):
-          RuntimeError: another process could not compile it.
+          RuntimeError: another process could not compile it, or is gone.
         """
         with self._guard:
-            answers = self._compiling[bucket]
+            answers = self._compiling[bucket] = Answers(self.cluster.num_processes - 1)
+            if self._over:
+                answers.add("the other processes have ended")
         self._tell(compile_order(bucket))
         return answers.wait
 
@@ -192,12 +193,13 @@ class Leader:
             self._tell(Message("failed", {"text": text, "code": code}))
 
     def _claim_the_end(self) -> bool:
+        """Whether this is the first to end it. Nobody waits for compilers of others any more."""
         with self._guard:
             first, self._over = not self._over, True
+            waiting = list(self._compiling.values())
+        for answers in waiting:
+            answers.add("the other processes have ended")
         return first
-
-    def _new_answers(self) -> "Answers":
-        return Answers(self.cluster.num_processes - 1)
 
     def _from_each(self, kind: str) -> list[tuple[Peer, Message]]:
         return [self._answers[kind].get() for _ in range(1, self.cluster.num_processes)]
@@ -248,9 +250,9 @@ class Answers:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Waits for all of them. Raises RuntimeError with the first error."""
+        """Waits for all of them, or an error. Raises RuntimeError with the first one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._missing <= 0)
+            self._changed.wait_for(lambda: self._missing <= 0 or self._error)
             if self._error:
                 raise RuntimeError(self._error)
 

@@ -42,12 +42,12 @@ class OnDemand:
     def num_held(self) -> int:
         return len(self._held)
 
-    def must_wait(self, request: EngineRequest, *, busy: bool) -> bool:
+    def must_wait(self, request: EngineRequest) -> bool:
         """Takes note of a request that goes to the scheduler now (False), or holds it back (True)."""
         kind = kind_of(request.params)
         if kind == PLAIN:
             return False
-        if not self._may_go(kind, busy):
+        if not self._may_go(kind):
             self._held[request.request_id] = request
             return True
         self._live[request.request_id] = kind
@@ -58,12 +58,12 @@ class OnDemand:
         self._live.pop(request_id, None)
         return self._held.pop(request_id, None) is not None
 
-    def release(self, *, busy: bool) -> list[EngineRequest]:
+    def release(self) -> list[EngineRequest]:
         """Requests that may go to the scheduler now, in their order."""
         released = []
         for request_id, request in tuple(self._held.items()):
             kind = kind_of(request.params)
-            if self._may_go(kind, busy):
+            if self._may_go(kind):
                 del self._held[request_id]
                 self._live[request_id] = kind
                 released.append(request)
@@ -78,23 +78,18 @@ class OnDemand:
 
     def _every(self, request: EngineRequest) -> list[Bucket]:
         kind = union([*self._live.values(), kind_of(request.params)])
-        return [
-            bucket for smallest in (True, False) for bucket in self._buckets.special(*kind, smallest=smallest)
-        ]
+        return self._buckets.special(*kind, smallest=False)
 
-    def _may_go(self, kind: Kind, busy: bool) -> bool:
-        """Whether a plan with this kind of request and all live ones finds its executable.
+    def _may_go(self, kind: Kind) -> bool:
+        """Whether any plan with this kind of request and all live ones finds an executable.
 
-        Beside others that takes the largest ones, which fit any plan. A request that comes alone begins with
-        the smallest, as the server itself does, and the largest follow.
+        The largest ones fit all. Smaller ones would do for a request that comes alone, until another joins it
+        or its plan has more rounds: then everybody would wait. They come next, for they are faster.
         """
         together = union([*self._live.values(), kind])
         if self._executables.at_once or together == union(self._live.values()):
             return True
-        needed = self._buckets.special(*together, smallest=not busy)
-        for bucket in needed:
+        needed = self._buckets.special(*together, smallest=False)
+        for bucket in [*needed, *self._buckets.special(*together, smallest=True)]:
             self._executables.want(bucket)
-        if not all(map(self._executables.is_ready, needed)):
-            return False
-        self._executables.expect(self._buckets.special(*together, smallest=False))
-        return True
+        return all(map(self._executables.is_ready, needed))

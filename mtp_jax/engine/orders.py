@@ -7,7 +7,7 @@ import numpy as np
 
 from mtp_jax.engine.buckets import Bucket, Report, Sampling
 from mtp_jax.engine.channel import Message
-from mtp_jax.engine.plan_arrays import PlanChanges
+from mtp_jax.engine.plan_arrays import GuidedRows, PlanChanges
 from mtp_jax.engine.shaping_state import ShapingState
 
 COMPILE, LAUNCH = "compile", "launch"
@@ -25,8 +25,8 @@ class Launch:
         parts: dict[str, Mapping[str, np.ndarray]] = {"plan": self.changes.fields}
         if self.changes.chunks is not None:
             parts["chunks"] = self.changes.chunks
-        if self.changes.masks is not None:
-            parts["grammars"] = {"masks": self.changes.masks}
+        if self.changes.guided is not None:
+            parts["guided"] = vars(self.changes.guided)
         for index, (_, rows) in enumerate(self.installations):
             parts[f"install{index}"] = {name: np.asarray(array) for name, array in vars(rows).items()}
         arrays = {f"{part} {name}": array for part, named in parts.items() for name, array in named.items()}
@@ -42,8 +42,8 @@ class Launch:
         slots = message.fields["slots"]
         assert isinstance(slots, list)
         rows = [ShapingState(**parts[f"install{index}"]) for index in range(len(slots))]  # pyright: ignore[reportArgumentType]
-        masks = parts.get("grammars", {}).get("masks")
-        changes = PlanChanges(parts["plan"], parts.get("chunks"), masks)
+        guided = GuidedRows(**parts["guided"]) if "guided" in parts else None
+        changes = PlanChanges(parts["plan"], parts.get("chunks"), guided)
         return cls(read_bucket(message), changes, list(zip(slots, rows, strict=True)))
 
 

@@ -74,12 +74,20 @@ def unread_fields(bucket: Bucket) -> frozenset[str]:
 
 
 @dataclasses.dataclass(frozen=True)
+class GuidedRows:
+    """Masks of the requests of a dispatch that have a grammar, on the host."""
+
+    slots: np.ndarray  # int32 [n]
+    masks: np.ndarray  # uint32 [n, K + 1, words]; token t is bit t % 32 of word t // 32
+
+
+@dataclasses.dataclass(frozen=True)
 class PlanChanges:
     """What the devices have to be told for one dispatch, on the host: the same in every process."""
 
     fields: dict[str, np.ndarray]  # of PlanArrays, those that changed
     chunks: dict[str, np.ndarray] | None  # of ChunkArrays; None without a lane
-    masks: np.ndarray | None = None  # of grammars; None where no request has one
+    guided: GuidedRows | None = None  # None where no request has a grammar
 
 
 class PlanWriter:

@@ -113,7 +113,7 @@ def slot_arrays(installation: Installation, padded_vocab: int) -> ShapingState:
     bias[_within(single, padded_vocab)] = -np.inf
     marks = np.bincount(np.array(emitted, np.int64), minlength=padded_vocab).astype(np.int32)
     marks[_within(shaping.stop_token_ids, padded_vocab)] |= IS_STOP
-    marks[list(shaping.token_ids[: shaping.num_prompt_tokens])] |= IN_PROMPT
+    marks[_within(shaping.token_ids[: shaping.num_prompt_tokens], padded_vocab)] |= IN_PROMPT
     tail = np.full(MAX_BAD_WORD_TOKENS - 1, NO_TOKEN, np.int32)
     last = emitted[-tail.size :]
     tail[tail.size - len(last) :] = last

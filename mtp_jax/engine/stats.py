@@ -16,6 +16,7 @@ class EngineStats:
     # Gauges.
     num_running: int = 0  # requests that hold a slot
     num_waiting: int = 0  # requests that wait for one
+    is_compiling: bool = False  # a compiler is at work; requests that need what it makes wait for it
     kv_cache_usage: float = 0.0  # pages that live requests hold / pages; 0..1
 
     # Prefix cache and preemption.
@@ -32,7 +33,7 @@ class EngineStats:
     drafts_in_use: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     # The ring.
-    ticks: int = 0  # counted once for each stage
+    ticks: int = 0  # counted once for each stage of each replica
     useful_ticks: int = 0  # those in which the stage had work
     host_seconds_per_dispatch: float = 0.0  # mean: host work around one dispatch, waiting excluded
 

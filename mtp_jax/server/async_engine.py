@@ -361,8 +361,9 @@ class AsyncEngine:
             for command in commands:
                 self._execute(engine, command)
             outputs = engine.step() if engine.has_work() else []
-            self.latest_stats = engine.stats()
-            if outputs or self.latest_stats.ticks != ticks or not engine.has_work():
+            stats = self.latest_stats = engine.stats()
+            held = stats.num_running == 0 and stats.is_compiling  # everybody waits for a compiler, as told
+            if outputs or stats.ticks != ticks or held or not engine.has_work():
                 self._waiting_since = None
             self._post(self._publish, outputs, time.monotonic(), self.latest_stats)
 

@@ -17,6 +17,7 @@ else once it must. Rows behind a draft that breaks the grammar are never sampled
 there, so that no distribution of them is empty.
 """
 
+import copy
 import dataclasses
 import functools
 import json
@@ -42,7 +43,7 @@ CACHED_GRAMMARS = 64
 _LIMITS = {
     "initial_lexer_fuel": 300_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 20_000,
+    "step_max_items": 2_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 50_000,
     "verbose_errors": False,
@@ -117,11 +118,14 @@ class GrammarCompiler:
             made = llguidance.LLMatcher(self._tokenizer, _translated(spec), log_level=0, limits=_limits())
         except ValueError as error:
             raise _refusal(spec, str(error)) from None
+        grammar = Grammar(made, self.vocab_size, self._eos, spec)
         if not made.is_error():
-            made.compute_bitmask()  # the first step finds what the compiler let pass
-        if made.is_error():
-            raise _refusal(spec, made.get_error())
-        return Grammar(made, self.vocab_size, self._eos, spec)
+            first = grammar.matcher()
+            first.mask()  # the first step finds what the compiler let pass
+            if not first.failed:
+                return grammar
+            made = first.state
+        raise _refusal(spec, made.get_error() or "no token of this model can begin it")
 
 
 def _translated(spec: GrammarSpec) -> str:
@@ -169,8 +173,9 @@ class Matcher:
     """
 
     def __init__(self, state: llguidance.LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]):
-        self._state, self._eos = state, frozenset(eos_token_ids)
-        self._is_lost = False  # a token came that cannot follow
+        self.state, self._eos = state, frozenset(eos_token_ids)
+        self._is_lost = False  # a token came that cannot follow, or none can
+        self._fits = True
         self._num_ends = 0  # end-of-sequence tokens taken; the library need not hear of them
         self._end_only = np.zeros(-(-vocab_size // 32), np.uint32)
         for token in eos_token_ids:
@@ -178,55 +183,69 @@ class Matcher:
 
     @property
     def failed(self) -> bool:
-        return self._is_lost or self._state.is_error()
+        return self._is_lost or self.state.is_error()
 
     @property
     def may_end(self) -> bool:
         """The text so far fits the grammar as it is."""
-        return self._state.is_accepting()
+        return self.state.is_accepting()
 
     @property
     def ended(self) -> bool:
         """Nothing but an end-of-sequence token can follow."""
-        return self._num_ends > 0 or self._state.is_stopped()
+        return self._num_ends > 0 or self.state.is_stopped()
+
+    @property
+    def fits(self) -> bool:
+        """Every token so far was allowed by the mask of its row, though what follows may have `failed`."""
+        return self._fits
 
     def mask(self) -> np.ndarray:
         """Allowed next tokens, uint32 [words]."""
-        if self.ended:
+        if self.ended or self.failed:
             return self._end_only
-        return np.frombuffer(self._state.compute_bitmask(), np.uint32)[: self._end_only.size]
+        mask = np.frombuffer(self.state.compute_bitmask(), np.uint32)[: self._end_only.size]
+        if not self.may_end:
+            mask = mask & ~self._end_only  # a range of tokens in a grammar may name an end
+        self._is_lost = not mask.any()
+        return self._end_only if self.failed else mask
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
         """Allowed tokens of each row of a round, uint32 [len(drafts) + 1, words]. The state stays.
 
-        Row j is what may follow the first j drafts.
+        Row j is what may follow the first j drafts. A copy looks ahead: not every state can be taken back,
+        and limits that are exceeded behind a draft mean nothing before it stands.
         """
         rows = np.full((len(drafts) + 1, self._end_only.size), np.uint32(0xFFFFFFFF))
         rows[0] = self.mask()
-        taken = 0
+        if not drafts or self.failed:
+            return rows
+        ahead = copy.copy(self)
+        ahead.state = self.state.deep_copy()
         for row, token in enumerate(drafts, start=1):
-            if not self._take(token):
+            if not ahead._take(token):
                 break
-            taken += 1
-            rows[row] = self.mask()
-        self.rollback(taken)
+            mask = ahead.mask()
+            if ahead.failed:
+                break
+            rows[row] = mask
         return rows
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advances by tokens that stand, each of which the mask of its row allowed; else it has `failed`."""
         for token in tokens:
-            self._is_lost |= not self._take(token)
+            self._fits &= not self.failed
+            if not self._take(token):
+                self._fits &= self.state.is_error()  # else it could not follow
+                self._is_lost = True
 
-    def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens."""
-        ends = min(num_tokens, self._num_ends)
-        self._num_ends -= ends
-        if num_tokens > ends and not self.failed:
-            assert self._state.rollback(num_tokens - ends), self._state.get_error()
+    def give_up(self) -> None:
+        """It takes too long: it has `failed` from here on."""
+        self._is_lost = True
 
     def _take(self, token: int) -> bool:
         """Advances by one token if it may."""
         if token in self._eos:
             self._num_ends += self.may_end
             return self.may_end
-        return self._num_ends == 0 and self._state.try_consume_tokens([token]) == 1
+        return self._num_ends == 0 and self.state.try_consume_tokens([token]) == 1

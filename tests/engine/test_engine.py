@@ -205,3 +205,12 @@ def test_a_failed_launch_is_told_and_closes(engine: Engine) -> None:
     broken.close()
     with pytest.raises(RuntimeError):  # nothing is launched any more
         broken._launcher.submit(fail)
+
+
+@pytest.mark.parametrize("token", [-1, 256, 10**6])
+def test_tokens_that_the_model_does_not_have(engine: Engine, token: int) -> None:
+    """However they came into the prompt: a tokenizer may know more than the model."""
+    assert engine.model_config.vocab_size == 256
+    with pytest.raises(InvalidRequestError, match=f"prompt: got 'token id {token}'; expected 0 to 255"):
+        engine.add_request(EngineRequest("a", (1, token), dataclasses.replace(GREEDY, presence_penalty=0.1)))
+    assert not engine.has_work()

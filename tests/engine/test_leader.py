@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from mtp_jax.engine import follower
 from mtp_jax.engine.buckets import Bucket, Report, Sampling
 from mtp_jax.engine.channel import Channel, ChannelClosedError, Message
 from mtp_jax.engine.follower import Follower
 from mtp_jax.engine.leader import Leader
 from mtp_jax.engine.orders import Launch, compile_order, read_bucket
-from mtp_jax.engine.plan_arrays import PlanChanges
+from mtp_jax.engine.plan_arrays import GuidedRows, PlanChanges
 from mtp_jax.engine.shaping_slots import Installation, slot_arrays
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.request import SamplingParams
@@ -41,7 +42,8 @@ def test_an_order_arrives_as_it_was_sent() -> None:
     shaping = Shaping(params, 2, (1, 2, 3), (0,), ((5, 6),))
     rows = slot_arrays(Installation(1, 7, shaping), 32)
     fields = {"table": np.arange(12, dtype=np.int32).reshape(3, 4), "seed": np.zeros((2, 2), np.uint32)}
-    order = Launch(BUCKET, PlanChanges(fields, {"slot": np.zeros(0, np.int32)}), [(1, rows)])
+    guided = GuidedRows(np.array([1], np.int32), np.arange(4, dtype=np.uint32).reshape(1, 2, 2))
+    order = Launch(BUCKET, PlanChanges(fields, {"slot": np.zeros(0, np.int32)}, guided), [(1, rows)])
     with pair() as (one, other):
         here, there = Channel(one), Channel(other)
         here.send(order.encode())
@@ -53,6 +55,9 @@ def test_an_order_arrives_as_it_was_sent() -> None:
         for name, array in fields.items():
             assert got.changes.fields[name].dtype == array.dtype
             np.testing.assert_array_equal(got.changes.fields[name], array)
+        assert got.changes.guided is not None
+        np.testing.assert_array_equal(got.changes.guided.slots, guided.slots)
+        np.testing.assert_array_equal(got.changes.guided.masks, guided.masks)
         for name, array in vars(rows).items():
             np.testing.assert_array_equal(getattr(got.installations[0][1], name), array)
             assert getattr(got.installations[0][1], name).dtype == np.asarray(array).dtype
@@ -89,12 +94,12 @@ def launch(*followers: Callable[[int], Follower], seconds: float = 20.0) -> tupl
 
 
 def test_only_who_belongs_here_is_let_in() -> None:
-    def follower(count: int = 2, process: int = 1, versions: dict[str, str] = VERSIONS):
+    def one(count: int = 2, process: int = 1, versions: dict[str, str] = VERSIONS):
         return lambda port: Follower(Cluster(f"127.0.0.1:{port}", count, process), versions, 10)
 
     older = VERSIONS | {"jax": "1"}
-    wrong = (follower(count=3), follower(count=3, process=2), follower(versions=older))
-    leader, outcomes = launch(*wrong, follower())
+    wrong = (one(count=3), one(count=3, process=2), one(versions=older))
+    leader, outcomes = launch(*wrong, one())
     texts = [str(outcome) for outcome in outcomes[:3]]
     assert "--num-processes: got 3; expected 2" in texts[0] and "--num-processes" in texts[1]
     assert "versions" in texts[2] and isinstance(outcomes[3], Follower)
@@ -109,6 +114,45 @@ def test_only_who_belongs_here_is_let_in() -> None:
         with pytest.raises(InvalidValueError, match=r"dtype of process 1 .*got None; expected 'float32'"):
             leader.agree({"dtype": "float32"}, 50)
     leader.end()
+
+
+def coming(port: int) -> Follower:
+    return Follower(Cluster(f"127.0.0.1:{port}", 2, 1), VERSIONS, 10)
+
+
+def test_a_compiler_s_mistake_elsewhere_is_not_kept() -> None:
+    leader, (other,) = launch(coming)
+    mistakes = [MemoryError("no memory")]
+
+    def compile_bucket(bucket: Bucket) -> None:
+        if mistakes:
+            raise mistakes.pop()
+
+    other.compile_with(compile_bucket)
+    with pytest.raises(RuntimeError, match="no memory"):
+        leader.announce(BUCKET)()
+    leader.announce(BUCKET)()
+    leader.end()
+
+
+@pytest.mark.parametrize("how", ["gone", "told"])
+def test_nobody_waits_for_compilers_of_the_dead(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Whether they went by themselves or were told to, before the order or after it."""
+    monkeypatch.setattr(follower, "end_process", lambda *_: None)
+    leader, (other,) = launch(coming)
+    everywhere = leader.announce(BUCKET)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(everywhere)
+        if how == "gone":
+            other._channel.close()
+        else:
+            leader.fail("process 0 failed")
+        with pytest.raises(RuntimeError, match="have ended"):
+            waiting.result(10)
+    with pytest.raises(RuntimeError, match="have ended"):
+        leader.announce(BUCKET)()
+    for channel in (other._channel, *(peer.channel for peer in leader._peers.values())):
+        channel.close()
 
 
 def test_who_does_not_come_is_named() -> None:

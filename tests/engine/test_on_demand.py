@@ -30,7 +30,7 @@ class Gate:
         engine.executables.compile = self.compile  # type: ignore[method-assign]
 
     def compile(self, bucket: Bucket):
-        if (bucket.sampling, bucket.report) != PLAIN:
+        if (bucket.sampling, bucket.report) != PLAIN and not self.engine.executables.is_ready(bucket):
             assert threading.current_thread().name == "mtp-jax-compile", "a live request waits for a compiler"
             assert self.open.wait(120)
             if self.fails:
@@ -87,6 +87,24 @@ def test_a_kind_is_asked_for_together_with_the_live_ones(gate: Gate) -> None:
         assert tuple(tokens_of(outputs[name])) == greedy_text(PROMPT, params).token_ids
     assert len(outputs["prompt"][0].prompt_logprobs) == 2
     assert all(len(output.logprobs) == len(output.token_ids) for output in outputs["logprobs"])
+
+
+def test_nobody_waits_for_larger_ones_either() -> None:
+    """One comes alone, others join it, and plans grow: no step compiles what a live request then needs."""
+    drawn = blueprint(ScriptedSource(), max_model_len=64, num_speculative_tokens=0, min_rows=1, max_rounds=2)
+    options = dataclasses.replace(drawn.options, background_compile=True)
+    made = Gate(construct(dataclasses.replace(drawn, options=options)))  # it asserts who compiles
+    made.open.set()
+    engine, outputs = made.engine, {name: [] for name in ("shaped", "plain", "more")}
+    engine.add_request(EngineRequest("shaped", PROMPT, dataclasses.replace(SHAPED, max_tokens=50)))
+    while not outputs["shaped"]:
+        run(engine, outputs, 1)
+    engine.add_request(EngineRequest("plain", PROMPT, FREE))
+    engine.add_request(EngineRequest("more", PROMPT, SHAPED))
+    run(engine, outputs)
+    assert tuple(tokens_of(outputs["plain"])) == greedy_text(PROMPT, FREE).token_ids
+    assert tuple(tokens_of(outputs["more"])) == greedy_text(PROMPT, SHAPED).token_ids
+    engine.close()
 
 
 def test_a_held_request_can_be_aborted(gate: Gate) -> None:

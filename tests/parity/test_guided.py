@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtp_jax.engine import guided
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import InvalidRequestError
 from mtp_jax.request import EngineRequest, FinishReason, GrammarSpec, RequestOutput, SamplingParams
@@ -231,6 +232,62 @@ def test_a_grammar_that_is_none_is_refused(spec: GrammarSpec) -> None:
     assert not engine.has_work() and not engine._grammars._live
     free = SamplingParams(temperature=0, max_tokens=2)
     assert tokens_of(finish(engine, EngineRequest("bad", (0,), free))) == [1, 2]
+
+
+LIBRARY_S_OWN = 'start: x " three"\nx[max_tokens=4]: /[a-z ]*/'
+
+
+def test_a_grammar_s_own_limit_of_tokens_hurts_nobody() -> None:
+    """The library cannot go back over such rules, and drafts stand and fall along them."""
+    params = SamplingParams(
+        temperature=0, max_tokens=9, structured_outputs=GrammarSpec("ebnf", LIBRARY_S_OWN)
+    )
+    free, prompt = SamplingParams(temperature=0, max_tokens=12), (0,)
+    for k, head in ((0, "good"), (3, "good"), (3, "alternate")):
+        outputs = run_jobs(engine_of(1, k, head), {"own": Job(prompt, params), "free": Job(prompt, free)})
+        check_greedy(Job(prompt, params), outputs["own"], head)
+        assert tokens_of(outputs["free"]) == chain("count")[1:13]
+
+
+def test_masks_that_take_too_long_end_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the time of a dispatch those that are slow give up, with an error; others go on."""
+    spec, _ = GRAMMARS["words"]
+    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=spec)
+    free = SamplingParams(temperature=0, max_tokens=12)
+    engine, prompt = engine_of(1, 3, "good"), (0,)
+    monkeypatch.setattr(guided, "MASK_SECONDS", 0.0)
+    outputs = run_jobs(engine, {"quick": Job(prompt, params)})["quick"]
+    check_greedy(Job(prompt, params), outputs, "nothing is slow")
+    monkeypatch.setattr(guided, "SLOW_SECONDS", 0.0)
+    told = run_jobs(engine, {"slow": Job(prompt, params), "free": Job(prompt, free)})
+    assert told["slow"][-1].finish_reason == FinishReason.ABORT and told["slow"][-1].error
+    assert tokens_of(told["free"]) == chain("count")[1:13]
+
+
+def test_what_ends_a_text_ends_it_even_if_nothing_could_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that is exceeded behind the last token is no mistake; one before it is."""
+    params = SamplingParams(temperature=0, max_tokens=4, structured_outputs=GRAMMARS["words"][0])
+    engine, prompt = engine_of(1, 0, "good"), (0,)
+    whole = finish(engine, EngineRequest("a", prompt, params))
+    for last in (3, 4):
+        engine.add_request(EngineRequest("a", prompt, params))
+        matcher = engine._grammars._live["a"].matcher
+        accept = matcher.accept
+
+        def and_fail(tokens: Sequence[int], matcher=matcher, accept=accept, last=last) -> None:
+            accept(tokens)
+            matcher.count = getattr(matcher, "count", 0) + len(tokens)
+            if matcher.count >= last:
+                matcher.give_up()
+
+        monkeypatch.setattr(matcher, "accept", and_fail)
+        outputs: list[RequestOutput] = []
+        while engine.has_work():
+            outputs += engine.step()
+        if last == 4:
+            assert tokens_of(outputs) == tokens_of(whole) and outputs[-1].error is None
+        else:
+            assert outputs[-1].finish_reason == FinishReason.ABORT and outputs[-1].error
 
 
 def test_a_grammar_that_cannot_be_followed_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:

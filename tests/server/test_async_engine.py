@@ -1,6 +1,7 @@
 """The engine's thread: outputs in order, aborts, and no hang when it dies."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -8,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from mtp_jax.config import EngineConfig
+from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import EngineDeadError, InvalidRequestError
 from mtp_jax.request import EngineRequest, RequestOutput, SamplingParams, expand_request
 from mtp_jax.server.async_engine import AsyncEngine, State
@@ -202,7 +204,7 @@ def test_a_failing_load_is_reported() -> None:
 
 
 class _Stuck(ScriptedEngine):
-    """Steps return, but no dispatch finishes until `release` is set: a request waits for a compiler, say."""
+    """Steps return, but no dispatch finishes until `release` is set."""
 
     def step(self) -> list[RequestOutput]:
         if self.release.is_set():
@@ -226,6 +228,31 @@ def test_work_without_a_finished_dispatch_is_a_hang() -> None:
         assert not engine.healthy
         core.release.set()
         assert len([output async for output in submission]) == 5 and engine.healthy
+        engine.stop()
+        await asyncio.wait_for(engine.ended.wait(), 5)
+
+    asyncio.run(main())
+
+
+class _Compiling(_Stuck):
+    """Says that a compiler is at work, as an engine does that holds a request for it."""
+
+    def stats(self) -> EngineStats:
+        return dataclasses.replace(super().stats(), num_running=0, is_compiling=not self.release.is_set())
+
+
+def test_waiting_for_a_compiler_is_no_hang() -> None:
+    core = _Compiling(EngineConfig(max_num_seqs=2, num_pages=32))
+
+    async def main() -> None:
+        engine = AsyncEngine(lambda report: core, watchdog_seconds=0.3)
+        engine.start()
+        await engine.loaded.wait()
+        submission = await engine.submit([_request("a", "abc", max_tokens=5)])
+        await asyncio.sleep(0.8)
+        assert engine.healthy
+        core.release.set()
+        assert len([output async for output in submission]) == 5
         engine.stop()
         await asyncio.wait_for(engine.ended.wait(), 5)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_jax.errors import InvalidRequestError
+from mtp_jax.text import grammar
 from mtp_jax.text.from_hf import tokenizer_from_directory
 from mtp_jax.text.grammar import GrammarCompiler, GrammarSpec, Matcher, choice, json_object, json_schema
 
@@ -47,7 +48,7 @@ def can_follow(matcher: Matcher, token: int) -> bool:
     """Whether the state takes this token: the slow way, by trying."""
     if token in EOS:
         return matcher.may_end
-    return matcher._state.deep_copy().try_consume_tokens([token]) == 1
+    return matcher.state.deep_copy().try_consume_tokens([token]) == 1
 
 
 def walk(matcher: Matcher, choose: np.random.Generator, most: int = 60) -> list[int]:
@@ -107,8 +108,8 @@ def test_rows_of_a_round_are_the_masks_along_the_drafts(
 ) -> None:
     """Good drafts, bad ones and ends, anywhere: the state afterwards is the state before."""
     draw = np.random.default_rng(seed)
-    grammar = COMPILER.compile(SPECS[name])
-    matcher, other = grammar.matcher(), grammar.matcher()
+    made = COMPILER.compile(SPECS[name])
+    matcher, other = made.matcher(), made.matcher()
     prefix = walk(matcher, draw, most=length)
     other.accept(prefix)
     ahead = [] if set(prefix) & set(EOS) else walk(other, draw, most=num_drafts)
@@ -119,7 +120,7 @@ def test_rows_of_a_round_are_the_masks_along_the_drafts(
     before = matcher.mask().copy()
     rows = matcher.masks(drafts)
     assert rows.shape == (len(drafts) + 1, -(-VOCAB // 32)) and rows.dtype == np.uint32
-    step = grammar.matcher()
+    step = made.matcher()
     step.accept(prefix)
     for row, token in zip(rows, [*drafts, None], strict=True):
         assert (row == step.mask()).all()
@@ -130,21 +131,57 @@ def test_rows_of_a_round_are_the_masks_along_the_drafts(
     assert all(row.any() for row in rows)  # no distribution is empty
 
 
-def test_rollback() -> None:
+def test_a_token_that_no_mask_allowed_is_noticed() -> None:
     matcher = COMPILER.compile(json_object()).matcher()
-    masks = [matcher.mask().copy()]
-    tokens = TOKENIZER.encode('{"a": [1, true]}', add_special_tokens=False) + EOS[:1]
-    for token in tokens:
-        matcher.accept([token])
-        masks.append(matcher.mask().copy())
-    assert matcher.ended
-    for count in (1, 2, len(tokens) - 3):
-        matcher.rollback(count)
-        del masks[-count:]
-        np.testing.assert_array_equal(matcher.mask(), masks[-1])
-    assert not matcher.failed
-    matcher.accept([TOKENIZER.encode("x", add_special_tokens=False)[0]])
-    assert matcher.failed, "a token that no mask allowed is noticed"
+    matcher.accept(TOKENIZER.encode('{"a": [1, true]}', add_special_tokens=False) + EOS[:1])
+    assert matcher.ended and matcher.fits and not matcher.failed
+    other = COMPILER.compile(json_object()).matcher()
+    other.accept([TOKENIZER.encode("x", add_special_tokens=False)[0]])
+    assert other.failed and not other.fits
+    assert bits(other.mask()) == set(EOS)
+
+
+@pytest.mark.parametrize("rule", ["x[max_tokens=9]: /.*/", 'x[stop="Q"]: /[^Z]*/', "x: /[a-z]*/"], ids=str)
+def test_drafts_under_rules_that_cannot_be_taken_back(rule: str) -> None:
+    """The library refuses to go back over tokens of such rules; masks along drafts are those of the steps."""
+    spec = GrammarSpec("ebnf", f'start: x "END"\n{rule}', "grammar")
+    drafts = TOKENIZER.encode("abcdefg", add_special_tokens=False)
+    matcher, step = COMPILER.compile(spec).matcher(), COMPILER.compile(spec).matcher()
+    for done in range(len(drafts)):
+        for row, token in zip(matcher.masks(drafts[done:]), [*drafts[done:], None], strict=True):
+            np.testing.assert_array_equal(row, step.mask())
+            if token is not None:
+                step.accept([token])
+        matcher.accept([drafts[done]])
+        step = COMPILER.compile(spec).matcher()
+        step.accept(drafts[: done + 1])
+        assert not matcher.failed
+
+
+def test_limits_behind_drafts_mean_nothing_before_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar whose steps grow: looking ahead never ends a text that plain decoding goes on with."""
+    monkeypatch.setitem(grammar._LIMITS, "step_max_items", 100)  # it is exceeded after 18 tokens
+    compiler = GrammarCompiler(TOKENIZER, VOCAB, EOS)
+    spec = GrammarSpec("ebnf", 'start: s\ns: s s | s s s | /[a-z ]/ | ""', "grammar")
+    token = TOKENIZER.encode("a", add_special_tokens=False)[0]
+    plain, drafted = compiler.compile(spec).matcher(), compiler.compile(spec).matcher()
+    for length in range(40):
+        rows = drafted.masks([token] * 8)
+        assert (rows[0] == plain.mask()).all() and plain.failed == drafted.failed, length
+        if plain.failed:
+            break
+        plain.accept([token])
+        drafted.accept([token])
+    assert plain.failed and plain.fits, "the limits are there, and what stood before them fits"
+
+
+@pytest.mark.parametrize("rule", ["<[*]>* ", "<[^5]>* "])
+def test_ranges_of_tokens_end_no_text(rule: str) -> None:
+    """They name end-of-sequence tokens too, which are allowed where the text may end and nowhere else."""
+    matcher = COMPILER.compile(GrammarSpec("ebnf", f'start: {rule}"b"', "grammar")).matcher()
+    assert not bits(matcher.mask()) & set(EOS)
+    walk(matcher, np.random.default_rng(1), most=20)
+    assert matcher.fits and not matcher.failed
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=4))
@@ -181,6 +218,7 @@ def test_white_space_is_bounded() -> None:
         GrammarSpec("ebnf", "start: nothing", "grammar"),
         GrammarSpec("ebnf", "root ::= (", "grammar"),
         GrammarSpec("ebnf", "", "grammar"),
+        GrammarSpec("ebnf", f'start: <[{EOS[0]}]> "b"', "grammar"),
     ],
     ids=lambda spec: spec.source[:30],
 )
