@@ -242,7 +242,7 @@ def test_a_grammar_s_own_limit_of_tokens_hurts_nobody() -> None:
     params = SamplingParams(
         temperature=0, max_tokens=9, structured_outputs=GrammarSpec("ebnf", LIBRARY_S_OWN)
     )
-    free, prompt = SamplingParams(temperature=0, max_tokens=12), (0,)
+    free, prompt = SamplingParams(temperature=0, max_tokens=12), tuple(chain("count")[:1])
     for k, head in ((0, "good"), (3, "good"), (3, "alternate")):
         outputs = run_jobs(engine_of(1, k, head), {"own": Job(prompt, params), "free": Job(prompt, free)})
         check_greedy(Job(prompt, params), outputs["own"], head)
@@ -254,7 +254,7 @@ def test_masks_that_take_too_long_end_their_requests(monkeypatch: pytest.MonkeyP
     spec, _ = GRAMMARS["words"]
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=spec)
     free = SamplingParams(temperature=0, max_tokens=12)
-    engine, prompt = engine_of(1, 3, "good"), (0,)
+    engine, prompt = engine_of(1, 3, "good"), tuple(chain("count")[:1])
     monkeypatch.setattr(guided, "MASK_SECONDS", 0.0)
     outputs = run_jobs(engine, {"quick": Job(prompt, params)})["quick"]
     check_greedy(Job(prompt, params), outputs, "nothing is slow")
@@ -266,8 +266,8 @@ def test_masks_that_take_too_long_end_their_requests(monkeypatch: pytest.MonkeyP
 
 def test_what_ends_a_text_ends_it_even_if_nothing_could_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit that is exceeded behind the last token is no mistake; one before it is."""
-    params = SamplingParams(temperature=0, max_tokens=4, structured_outputs=GRAMMARS["words"][0])
-    engine, prompt = engine_of(1, 0, "good"), (0,)
+    params = SamplingParams(temperature=0, max_tokens=4, structured_outputs=GRAMMARS["long choice"][0])
+    engine, prompt = engine_of(1, 0, "good"), tuple(chain("count")[:1])
     whole = finish(engine, EngineRequest("a", prompt, params))
     for last in (3, 4):
         engine.add_request(EngineRequest("a", prompt, params))
