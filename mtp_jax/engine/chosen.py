@@ -34,7 +34,7 @@ def attend_chosen(q: jax.Array, cache: Cache, table: jax.Array, indices: jax.Arr
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return product("btgqj,btjgh->btgqh", weights, v)
 
-    return by_blocks(block, keys, table, q, indices)
+    return by_blocks(block, keys, table, q, indices, gathered=indices.size // table.shape[0])
 
 
 def select_blocks(

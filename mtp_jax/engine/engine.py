@@ -36,7 +36,7 @@ from mtp_jax.engine.shaping_slots import (
 )
 from mtp_jax.engine.shaping_state import ShapingState
 from mtp_jax.engine.state import EngineState, with_shaping
-from mtp_jax.engine.stats import EngineStats
+from mtp_jax.engine.stats import Counts, EngineStats
 from mtp_jax.engine.step import StepOutput
 from mtp_jax.engine.weights import Weights
 from mtp_jax.errors import InvalidRequestError, NotCompiledError
@@ -300,7 +300,7 @@ class Engine:
             self._note_prompt(result)
         results = read_results(packed, launched.bucket, slots)
         updates = self._scheduler.update(launched.plan, results)
-        self._counts.dispatched(launched, int(output.useful))
+        self._counts.dispatched(launched.plan, launched.ticks, int(output.useful))
         outputs = [output for update in updates if (output := self._deliver(update)) is not None]
         self._counts.host_seconds += time.perf_counter() - began
         return outputs
@@ -379,30 +379,3 @@ class Engine:
             self.executables.close()
             if self._leader is not None:
                 self._leader.end()
-
-
-class Counts:
-    """Counters of one engine since its start."""
-
-    def __init__(self, num_speculative_tokens: int):
-        self.dispatches = self.ticks = self.useful_ticks = 0
-        self.host_seconds = 0.0
-        self.prompt_tokens = self.generation_tokens = 0
-        self.drafted_rounds = self.draft_tokens = 0
-        self.accepted_per_position = [0] * num_speculative_tokens
-
-    def dispatched(self, launched: Launched, useful: int) -> None:
-        """One dispatch was read. Ticks are counted by stage and replica: each either had work or not."""
-        self.dispatches += 1
-        self.ticks += launched.ticks * len(launched.plan.rows)
-        self.useful_ticks += useful
-        self.prompt_tokens += sum(len(chunk.token_ids) for chunk in launched.plan.chunks if chunk is not None)
-
-    def delivered(self, update: TokenUpdate) -> None:
-        """Tokens of one request arrived."""
-        self.generation_tokens += len(update.token_ids)
-        if update.num_drafts:
-            self.drafted_rounds += 1
-            self.draft_tokens += update.num_drafts
-            for position in range(update.num_accepted):
-                self.accepted_per_position[position] += 1

@@ -68,7 +68,7 @@ def attend_chosen(
         weights = jax.nn.softmax(scores, axis=-1).astype(rows.dtype)
         return product("btnj,btjr->btnr", weights, rows[..., :width])
 
-    return by_blocks(block, cache, table, q, indices)
+    return by_blocks(block, cache, table, q, indices, gathered=indices.size // b)
 
 
 def select(
@@ -134,16 +134,17 @@ def by_blocks(
     *tokens: jax.Array,
     block: int = BLOCK,
     context: int = CONTEXT,
+    gathered: int | None = None,
 ) -> jax.Array:
     """run(table [b, W], *tokens [b, t, ...]) for blocks of rows and tokens: [B * T, ...] -> [B * T, ...].
 
-    A block has up to `block` tokens, of one row at least and else of so many that their contexts together
-    stay below `context`.
+    A block has up to `block` tokens, of one row at least and else of so many that what they gather together
+    stays below `context` positions. A row gathers `gathered`; None: its whole context.
     """
     rows, width = table.shape
     t = tokens[0].shape[0] // rows
     tokens = tuple(x.reshape(rows, t, *x.shape[1:]) for x in tokens)
-    most = max(context // (width * cache.shape[1]), 1)
+    most = max(context // (gathered or width * cache.shape[1]), 1)
     if t <= block and rows <= most:
         out = run(table, *tokens)
         return out.reshape(rows * t, *out.shape[2:])

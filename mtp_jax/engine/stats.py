@@ -1,7 +1,9 @@
-"""What the engine counts: one frozen snapshot that metrics, logs and benchmarks read."""
+"""What the engine counts, and the frozen snapshot of it that metrics, logs and benchmarks read."""
 
 import dataclasses
 from collections.abc import Mapping
+
+from mtp_jax.scheduler.plan import DispatchPlan, TokenUpdate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,3 +42,30 @@ class EngineStats:
     # Tokens.
     prompt_tokens: int = 0  # computed by prefill, cached ones left out
     generation_tokens: int = 0
+
+
+class Counts:
+    """Counters of one engine since its start."""
+
+    def __init__(self, num_speculative_tokens: int):
+        self.dispatches = self.ticks = self.useful_ticks = 0
+        self.host_seconds = 0.0
+        self.prompt_tokens = self.generation_tokens = 0
+        self.drafted_rounds = self.draft_tokens = 0
+        self.accepted_per_position = [0] * num_speculative_tokens
+
+    def dispatched(self, plan: DispatchPlan, ticks: int, useful: int) -> None:
+        """One dispatch of so many ticks, of each stage and replica, was read."""
+        self.dispatches += 1
+        self.ticks += ticks * len(plan.rows)
+        self.useful_ticks += useful
+        self.prompt_tokens += sum(len(chunk.token_ids) for chunk in plan.chunks if chunk is not None)
+
+    def delivered(self, update: TokenUpdate) -> None:
+        """Tokens of one request arrived."""
+        self.generation_tokens += len(update.token_ids)
+        if update.num_drafts:
+            self.drafted_rounds += 1
+            self.draft_tokens += update.num_drafts
+            for position in range(update.num_accepted):
+                self.accepted_per_position[position] += 1

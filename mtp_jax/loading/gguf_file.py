@@ -207,7 +207,9 @@ class GGUFFile:
         )
 
     def _rope_scaling(self, theta: float, head_dim: int) -> RopeScaling | None:
-        kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
+        factor, older = (f"{self.architecture}.rope.{name}" for name in ("scaling.factor", "scale_linear"))
+        unsaid = "linear" if factor in self.metadata or older in self.metadata else "none"  # llama.cpp's rule
+        kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", unsaid)
         if _ROPE_FREQS in self._raw_entries:
             entry = self._raw_entries[_ROPE_FREQS]
             if entry.kind not in PLAIN_DTYPES:
@@ -219,7 +221,8 @@ class GGUFFile:
         if kind == "none":
             return None
         if kind == "linear":
-            return RopeScaling("linear", float(self._number("rope.scaling.factor")))
+            name = "rope.scaling.factor" if factor in self.metadata else "rope.scale_linear"
+            return RopeScaling("linear", float(self._number(name)))
         where = f"{self.path.name}: {self.architecture}.rope.scaling.type"
         raise CheckpointError(where, kind, "none or linear, or a tensor rope_freqs.weight of Llama 3's kind")
 

@@ -157,10 +157,26 @@ def _rope_theta(fields: Fields) -> float:
     return newer.number("rope_theta", fields.number("rope_theta", 10000.0))
 
 
+def _agree(newer: object, older: object) -> bool:
+    """Whether two descriptions of rotary scaling say the same of what both name; `type` is `rope_type`."""
+    both = [
+        {"rope_type" if key == "type" else key: value for key, value in each.items()}
+        for each in (newer, older)
+        if isinstance(each, dict)
+    ]
+    return (
+        len(both) == 2
+        and all(both[0].get(key, value) == value for key, value in both[1].items())
+        and (both[0].get("rope_type", "default") == both[1].get("rope_type", "default"))
+    )
+
+
 def _rope_scaling(fields: Fields) -> RopeScaling | None:
     """`rope_scaling`, or the newer `rope_parameters`; the kind is `rope_type` or the older `type`."""
-    key = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
-    scaling = fields.mapping(key)
+    newer, older = (fields.values.get(key) for key in ("rope_parameters", "rope_scaling"))
+    if newer and older and not _agree(newer, older):
+        raise fields.fail("rope_scaling", "null, or what rope_parameters says, which is there too")
+    scaling = fields.mapping("rope_parameters" if newer else "rope_scaling")
     name = "rope_type" if "rope_type" in scaling.values else "type"
     match scaling.values.get(name, "default"):
         case "default":
@@ -177,6 +193,8 @@ def _rope_scaling(fields: Fields) -> RopeScaling | None:
                 scaling.integer("original_max_position_embeddings", original),
             )
         case "yarn" if fields.values["model_type"] in _LATENT:
+            scaling.must_be("attention_factor", (None,))  # it would take the place of what mscale comes to
+            scaling.must_be("truncate", (True, None))
             original = fields.integer("max_position_embeddings", 4096)
             return RopeScaling(
                 "yarn",

@@ -148,7 +148,8 @@ def make_setting(options: TrainOptions, train: Corpus, held_out: Corpus) -> Sett
         legal = f"a multiple of {options.sequence_length} x {num_devices} devices (see --devices)"
         raise InvalidValueError(flag, part, legal)
     rows = options.batch_tokens // options.sequence_length
-    packers = [Packer(part, rows, options.sequence_length, options.seed) for part in (train, held_out)]
+    sizes = (rows, options.sequence_length, options.seed)
+    packers = [Packer(train, *sizes), Packer(held_out, *sizes, whole=True)]
     steps = options.steps or max(1, round(options.epochs * packers[0].steps_per_epoch))
     schedule = Schedule(
         steps=steps,

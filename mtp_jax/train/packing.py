@@ -39,11 +39,11 @@ class Packer:
       InvalidValueError: no sample has a completion within `length` tokens.
     """
 
-    def __init__(self, corpus: Corpus, rows: int, length: int, seed: int):
+    def __init__(self, corpus: Corpus, rows: int, length: int, seed: int, *, whole: bool = False):
         for name, value in (("rows", rows), ("--sequence-length", length)):
             if value < 1:
                 raise InvalidValueError(name, value, "an integer of at least 1")
-        self._corpus, self.rows, self.length, self._seed = corpus, rows, length, seed
+        self._corpus, self.rows, self.length, self._seed, self._whole = corpus, rows, length, seed, whole
         usable = np.flatnonzero((corpus.prompt_lengths < length) & (corpus.prompt_lengths < corpus.lengths))
         if not len(usable):
             legal = "rows in which at least one prompt and a token after it have room"
@@ -61,8 +61,11 @@ class Packer:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches that hold the corpus once; the rows that fill no batch wait for another epoch."""
-        return max(1, self.num_rows // self.rows)
+        """Batches that hold the corpus once; the rows that fill no batch wait for another epoch.
+
+        Where epochs are `whole`, these are a last batch with empty rows.
+        """
+        return max(1, -(-self.num_rows // self.rows) if self._whole else self.num_rows // self.rows)
 
     @property
     def fill(self) -> float:

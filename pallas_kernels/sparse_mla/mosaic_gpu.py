@@ -32,8 +32,8 @@ def why_not(q: jax.Array, cache: jax.Array, value_width: int) -> str | None:
         return f"it takes bfloat16 queries and cache, got {q.dtype} and {cache.dtype}"
     if q.shape[2] != WIDTH or value_width != VALUE:
         return f"it takes rows of {WIDTH} with values of {VALUE}, got {q.shape[2]} and {value_width}"
-    if q.shape[1] not in HEAD_COUNTS:
-        return f"it takes {HEAD_COUNTS} heads, got {q.shape[1]}"
+    if q.shape[1] > HEAD_COUNTS[-1]:
+        return f"it takes at most {HEAD_COUNTS[-1]} heads, got {q.shape[1]}"
     if q.shape[0] > MAX_TOKENS:
         return f"it takes at most {MAX_TOKENS} tokens, got {q.shape[0]}"
     return None
@@ -49,8 +49,10 @@ def sparse_mla(
     gather: rows.Rows = rows.ASYNC,
 ) -> tuple[jax.Array, jax.Array]:
     """See api.sparse_mla; shapes must have passed `why_not`. `gather`: rows.PLAIN in the interpreter."""
-    tuning = tuning or Tuning()
-    t, n, _ = q.shape
+    tuning, wanted = tuning or Tuning(), q.shape[1]
+    n = next(count for count in HEAD_COUNTS if count >= wanted)
+    q = jnp.pad(q, ((0, 0), (0, n - wanted), (0, 0)))  # rows of the matrix unit that are idle anyway
+    t = q.shape[0]
     blocks = -(-indices.shape[1] // KEYS)
     splits = tuning.splits or choose_splits(t, n, indices.shape[1])
     share = -(-blocks // splits)
@@ -60,6 +62,7 @@ def sparse_mla(
     program = seesaw.Program(share, scale, gather, stride=NUM_SMS // (splits * -(-n // HEADS)))
     operands = (q, gather.prepare(cache.reshape(-1, WIDTH), indices), indices)
     out, lse = vary_like(operands, *_kernel(program, t, splits, n)(*operands))
+    out, lse = out[:, :, :wanted], lse[:, :, :wanted]
     return (out[:, 0], lse[:, 0]) if splits == 1 else _join(out, lse)
 
 

@@ -1,5 +1,8 @@
-"""The indexer's choice: the kernels' way, by their references, against the engine's own code."""
+"""Sparse attention's XLA forms: the kernels' way of choosing against them, and what they gather at once."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,3 +29,19 @@ def test_the_kernels_way_chooses_the_same(rows: int, tokens: int) -> None:
     np.testing.assert_array_equal(np.sort(found, axis=1), np.sort(want, axis=1))
     seen = np.minimum(np.asarray(positions).reshape(-1) + 1, topk)
     np.testing.assert_array_equal((np.asarray(found) >= 0).sum(axis=1), seen)
+
+
+@pytest.mark.parametrize("context", [4096, 131072])
+def test_a_long_context_makes_no_more_blocks(context: int) -> None:
+    """Attention over chosen positions gathers these, not the table: 32 rows of 2048 go at once."""
+    rows, chosen = 32, 2048
+    shapes = (
+        jax.ShapeDtypeStruct((rows, 4, 80), jnp.float32),
+        jax.ShapeDtypeStruct((64, PAGE, 80), jnp.float32),
+        jax.ShapeDtypeStruct((rows, context // PAGE), jnp.int32),
+        jax.ShapeDtypeStruct((rows, chosen), jnp.int32),
+    )
+    attend = functools.partial(latent.attend_chosen, scale=1.0, width=64)
+    assert "scan" not in str(jax.make_jaxpr(attend)(*shapes))
+    more = (*shapes[:3], jax.ShapeDtypeStruct((rows, 4 * chosen), jnp.int32))
+    assert "scan" in str(jax.make_jaxpr(attend)(*more))

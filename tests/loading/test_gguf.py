@@ -61,8 +61,16 @@ def test_qwen2_has_biases_and_tied_models_no_head(tmp_path):
     assert "lm_head.weight" not in source.names()
 
 
-def test_linear_rope_scaling(tmp_path):
-    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scale_linear": 4.0},
+    ],
+)
+def test_linear_rope_scaling(tmp_path, metadata):
+    """Files of old converters do not name the type, or have one key of another name."""
     config = GGUFFile(TinyGGUF(metadata=metadata).write(tmp_path / "tiny.gguf")).config
     assert config.rope_scaling == RopeScaling("linear", 4.0)
 

@@ -117,6 +117,14 @@ def test_biased_families(read, model_type):
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, 7e4, None),
         (
+            {
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 7e4, "factor": 2},
+                "rope_scaling": {"type": "linear", "factor": 2},
+            },
+            7e4,
+            RopeScaling("linear", 2),
+        ),
+        (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 7e4, **LLAMA3}},
             7e4,
             RopeScaling("llama3", 8, 1, 4, 512),
@@ -154,6 +162,13 @@ def test_end_of_sequence_ids_of_both_files(read):
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: rope_type: got 'yarn'.*llama3"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: got None"),
         ({"rope_scaling": 3}, "rope_scaling: got 3; expected an object"),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 7e4},
+                "rope_scaling": {"type": "linear", "factor": 2},
+            },
+            "rope_scaling: got .*linear.*; expected null, or what rope_parameters says",
+        ),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000; .* at most 10000"),
         ({"hidden_size": 10**400}, "hidden_size: got 1000.*at most"),
         ({"rope_theta": 10**400}, "rope_theta: got 1000.*above 0"),

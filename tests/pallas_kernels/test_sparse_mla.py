@@ -38,6 +38,7 @@ class Case:
 CASES = {
     "one block, not whole; two groups of heads": Case(tokens=1, heads=128, chosen=50),
     "three blocks, a token without rows": Case(tokens=2, heads=8, chosen=192, empty=(1,)),
+    "heads that no warpgroup has": Case(tokens=2, heads=4, chosen=70),
     "shares of two blocks": Case(tokens=1, heads=16, chosen=200, splits=2),
 }
 
@@ -135,8 +136,8 @@ def test_says_why_no_kernel_takes_it() -> None:
     refused = functools.partial(sparse_mla, scale=SCALE, implementation="mosaic_gpu")
     with pytest.raises(NotHereError, match="bfloat16"):
         refused(q.astype(jnp.float32), cache, indices)
-    with pytest.raises(NotHereError, match="heads"):
-        refused(q[:, :3], cache, indices)
+    with pytest.raises(NotHereError, match="at most 128 heads, got 136"):
+        refused(jnp.tile(q, (1, 17, 1)), cache, indices)
     with pytest.raises(NotHereError, match="values of 512"):
         refused(q, cache, indices, value_width=256)
 

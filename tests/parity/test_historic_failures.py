@@ -2,7 +2,7 @@
 
 Each test has a promise, which holds, and the mistake, which is put back: then the promise does not hold.
 Left out are those that have no counterpart in one program: processes that wait for one another, buffers that
-somebody re-points; and 5, whose family is not served yet.
+somebody re-points; and 5, which `test_families.py` holds.
 """
 
 import dataclasses
