@@ -55,7 +55,7 @@ class SafetensorsDir(LogicalTensors):
     def tokenizer(self) -> Tokenizer:
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = tokenizer_from_directory(self.directory)
+                self._tokenizer = tokenizer_from_directory(self.directory, self.config.model_type)
             return self._tokenizer
 
     def describe(self) -> str:

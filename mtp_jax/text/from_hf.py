@@ -12,10 +12,14 @@ from mtp_jax.text.tokenizer import Tokenizer
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-def tokenizer_from_directory(directory: Path) -> Tokenizer:
+_TEMPLATES = Path(__file__).parent / "templates"  # NAME.jinja for a model_type whose checkpoints have none
+
+
+def tokenizer_from_directory(directory: Path, model_type: str | None = None) -> Tokenizer:
     """Builds the tokenizer from `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json`.
 
-    The chat template is `chat_template.jinja`, or else in `tokenizer_config.json`.
+    The chat template is `chat_template.jinja`, or else in `tokenizer_config.json`, or else our own for
+    this type of model, where its publisher writes prompts by a program.
 
     Raises:
       CheckpointError: no tokenizer.json, or one of these files cannot be read.
@@ -31,7 +35,10 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer:
     backend.no_padding()
     config = _object(directory / "tokenizer_config.json")
     special = {**_special_tokens(_object(directory / "special_tokens_map.json")), **_special_tokens(config)}
-    return Tokenizer(backend, str(path), special, _chat_template(directory, config))
+    template = _chat_template(directory, config)
+    if template is None and model_type is not None:
+        template = _read(_TEMPLATES / f"{model_type}.jinja")
+    return Tokenizer(backend, str(path), special, template)
 
 
 def _object(path: Path) -> dict[str, object]:
