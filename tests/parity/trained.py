@@ -15,8 +15,8 @@ CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 NAMES = tuple(sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json")))  # those that are made
 K = 3
 NUM_PROMPTS, NUM_TOKENS = 64, 64
-# Greedy elsewhere. This one has not learnt the cargo: a number among a hundred, so that its likeliest word
-# there is "late", again and again. Text of a seed is as repeatable as greedy text.
+# Greedy elsewhere. This one has not learnt the cargo: the likeliest of a hundred numbers is less likely than
+# "late", again and again (tests/checkpoints/README.md). Text of a seed is as repeatable as greedy text.
 TEMPERATURES = {"qwen3_5_moe": 1.0}
 SIZES: dict[str, Value] = {
     "max_model_len": 160,
