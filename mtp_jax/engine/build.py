@@ -25,11 +25,12 @@ from mtp_jax.engine.shaping_slots import ShapingSlots
 from mtp_jax.engine.stand_ins import shapes_of
 from mtp_jax.engine.state import init_state, state_shapes, state_specs
 from mtp_jax.engine.step import Program, dividing_sizes
-from mtp_jax.engine.weights import WeightLayout
+from mtp_jax.engine.weights import WeightLayout, with_float8
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.loading import (
     MTPHead,
     PlacedDir,
+    SafetensorsDir,
     WeightSource,
     default_model_path,
     find_mtp_head,
@@ -39,7 +40,7 @@ from mtp_jax.loading import (
 )
 from mtp_jax.models.block import joint_kind
 from mtp_jax.models.leaves import Read
-from mtp_jax.models.registry import check_supported, layer_kinds, layer_sizes
+from mtp_jax.models.registry import check_supported, layer_kinds, layer_sizes, mtp_prefix
 from mtp_jax.progress import Report
 from mtp_jax.scheduler.scheduler import Scheduler
 from sharding.hosts import check_everybody_takes_part
@@ -156,7 +157,12 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
         draft_vocab = source.draft_vocab
     layout = draw_layout(model, config, mesh, draft_vocab)
     if isinstance(source, PlacedDir):
+        layout = dataclasses.replace(layout, groups=source.float8)
         check_placed(source, layout)
+    elif isinstance(source, SafetensorsDir):
+        others = mtp_prefix(model) if head is not None else None  # what another file has is not in float8
+        blocks = source.blocks.items()
+        layout = with_float8(layout, {n: c for n, c in blocks if others is None or not n.startswith(others)})
     pages_given = "num_pages" in options.overrides
     memory = plan_memory(layout, config, options.kv_cache_gib, pages_given, device_memory_bytes())
     check_memory(memory, config, options.kv_cache_gib, pages_given)

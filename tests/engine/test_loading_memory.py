@@ -19,8 +19,9 @@ from tests.house.source import ROOT
 SCRIPT = """
 import sys
 import jax, jax.numpy as jnp
-from mtp_jax.engine.weights import WeightLayout
+from mtp_jax.engine.weights import WeightLayout, with_float8
 from mtp_jax.loading import SafetensorsDir
+from mtp_jax.models.leaves import ReadScaled
 from sharding.mesh import make_mesh
 from sharding.placement import make_placement
 from sharding.stage_plan import balanced_plan
@@ -33,9 +34,11 @@ source = SafetensorsDir(sys.argv[1])
 placement = make_placement(make_mesh(1), {})
 plan = balanced_plan(source.config.num_hidden_layers, 1)
 layout = WeightLayout(source.config, plan, placement, jnp.dtype("bfloat16"), False)
+layout = with_float8(layout, source.blocks)
+scaled = ReadScaled(source.read_codes, source.read_scales)
 jax.block_until_ready(jnp.ones(1000) + 1)
 before = memory("VmRSS")
-weights = layout.load(source.read, None, lambda done, total: None, source.names())
+weights = layout.load(source.read, None, lambda done, total: None, source.names(), scaled=scaled)
 jax.block_until_ready(weights)
 placed = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
 print(placed, memory("VmHWM") - before)
