@@ -8,8 +8,9 @@ from mtp_jax.loading.compressed import CompressedTensors
 from mtp_jax.loading.fp8 import FP8Format
 from mtp_jax.loading.hf_fields import Fields, read_json
 from mtp_jax.loading.int4 import AWQ, GPTQ
+from mtp_jax.loading.names import canonical_name
 from mtp_jax.loading.nvfp4 import ModelOpt
-from mtp_jax.loading.quantised import Format
+from mtp_jax.loading.quantised import Format, Shape
 
 METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "modelopt", "modelopt_fp4")
 _KEY, _OLD_KEY = "quantization_config", "compression_config"
@@ -49,6 +50,27 @@ def format_of(directory: Path) -> Format | None:
             fields.must_be("quant_algo", (*_ALGORITHMS, None))
             return ModelOpt()
     raise fields.fail("quant_method", "one of " + ", ".join(METHODS))
+
+
+def planned_blocks(directory: Path, tensors: Mapping[str, Shape]) -> dict[str, int]:
+    """Columns that share a scale, of the tensors that config.json says are float8: for plans without weights.
+
+    Args:
+      directory: with config.json.
+      tensors: of the model, by name.
+    """
+    fields = _description(directory)
+    if fields is None or fields.values.get("quant_method") != "fp8":
+        return {}
+    block = _block(fields, "weight_block_size")
+    listed = fields.values.get("modules_to_not_convert") or fields.values.get("ignored_layers")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    excluded = [canonical_name(name) or name for name in names]
+    return {
+        name: shape[-1] if block is None else block[1]
+        for name, shape in tensors.items()
+        if len(shape) > 1 and not any(f".{module}." in f".{name}." for module in excluded)
+    }
 
 
 def _description(directory: Path) -> Fields | None:

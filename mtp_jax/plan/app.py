@@ -10,7 +10,9 @@ from pathlib import Path
 from mtp_jax.config import ModelConfig
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError
 from mtp_jax.loading import GGUFFile
+from mtp_jax.loading.formats import planned_blocks
 from mtp_jax.loading.hf_config import config_from_directory
+from mtp_jax.models.registry import expected_tensors
 from mtp_jax.plan.devices import DEVICES
 from mtp_jax.plan.draw import draw_plan
 from mtp_jax.plan.report import as_json, table
@@ -31,7 +33,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "mtp-jax plan") -> int:
     try:
         from_file = {} if preset is None else read_file(make_parser(prog), preset)
         options = engine_options(resolve(given, from_file))
-        plan = draw_plan(read_config(options.model), options, device)
+        model = read_config(options.model)
+        plan = draw_plan(model, options, device, _float8(options.model, model))
         changes = () if plan.fits else nearest(plan, options)
     except (InvalidValueError, UnsupportedHereError) as error:
         return fail(prog, error)
@@ -56,6 +59,13 @@ def read_config(model: str | None) -> ModelConfig:
     if path.is_file() and path.suffix == ".gguf":
         return GGUFFile(path).config
     raise InvalidValueError("MODEL_OR_CONFIG", model, legal)
+
+
+def _float8(model: str | None, config: ModelConfig) -> dict[str, int]:
+    """Columns that share a scale, of each tensor that is in float8 by config.json."""
+    path = Path(model or "").expanduser()
+    directory = path if path.is_dir() else path.parent
+    return {} if path.suffix == ".gguf" else planned_blocks(directory, expected_tensors(config))
 
 
 def _parser(prog: str) -> Parser:

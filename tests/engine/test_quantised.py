@@ -8,11 +8,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mtp_jax.convert import convert
 from mtp_jax.engine.build import Blueprint, EngineOptions, draw_blueprint
 from mtp_jax.engine.placed import load_weights
 from mtp_jax.engine.weights import Weights
 from mtp_jax.loading import resolve_model
+from mtp_jax.loading.formats import planned_blocks
+from mtp_jax.loading.hf_config import config_from_directory
+from mtp_jax.models.registry import expected_tensors
 from mtp_jax.models.scaled import BlockScaled
+from mtp_jax.plan.devices import DEVICES
+from mtp_jax.plan.draw import draw_plan
 from tests.engine import fp8_checkpoint
 from tests.parity.rig import Job, greedy, make_engine, run_jobs, tokens_of
 
@@ -82,6 +88,34 @@ def test_what_is_not_quantised_everywhere_is_not_float8(tmp_path: Path) -> None:
     other = next(slot for slot in range(plan.num_slots) if slot != mixed)
     assert f"{mixed}.attention.q_up" not in groups and f"{other}.attention.q_up" in groups
     assert "mtp.layer.ffn.down" not in groups and "mtp.layer.ffn.gate_up" in groups
+
+
+@pytest.mark.parametrize("layout", [{}, {"stages": 2, "tensor": 2}])
+def test_a_plan_knows_what_stays_in_float8(tmp_path: Path, layout: dict[str, int]) -> None:
+    """From config.json alone: its list of exclusions, and what is never in float8."""
+    kept = ("layers.2.self_attn.q_b_proj", "mlp.shared_experts.down_proj")
+    packed, _ = fp8_checkpoint.write(tmp_path, "tiny_deepseek_v3", EVEN, kept=kept)
+    (packed / "model.safetensors").rename(tmp_path / "weights")
+    model = config_from_directory(packed)
+    blocks = planned_blocks(packed, expected_tensors(model))
+    options = EngineOptions(str(packed), dtype="float32", overrides={"num_pages": 64, **layout})
+    plan = draw_plan(model, options, DEVICES["h200"], blocks)
+    (tmp_path / "weights").rename(packed / "model.safetensors")
+    got, blueprint = arrays(packed, num_pages=64, **layout)
+    assert plan.layout.groups == blueprint.program.layout.groups and len(plan.layout.groups) > 10
+    assert plan.memory.weights == blueprint.memory.weights
+    held = [shard.data.nbytes for leaf in jax.tree.leaves(got) for shard in leaf.addressable_shards]
+    assert plan.memory.weights * plan.num_devices == sum(held)
+
+
+def test_placed_arrays_come_back_in_float8(tmp_path: Path) -> None:
+    packed, _ = fp8_checkpoint.write(tmp_path, "tiny_deepseek_v3", EVEN)
+    convert(packed, tmp_path / "out", layout={"stages": 2})
+    expected, got = (arrays(folder, stages=2)[0] for folder in (packed, tmp_path / "out"))
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    assert any(map(is_scaled, jax.tree.leaves(got, is_leaf=is_scaled)))
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert mine.dtype == theirs.dtype and np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
 
 
 PROMPTS = tuple(tuple(np.random.default_rng(7).integers(3, 250, length).tolist()) for length in (3, 17, 40))
