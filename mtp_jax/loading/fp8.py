@@ -11,7 +11,7 @@ from mtp_jax.loading.quantised import Dequantised, Float8, by_rows
 from mtp_jax.loading.tensor_files import TensorFiles
 
 FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
-_POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)  # scales that are powers of two: exponents alone
+POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)  # scales that are powers of two: exponents alone
 _SCALES = ("_scale_inv", "_scale")  # both multiply, whatever the first one's name says
 
 
@@ -106,7 +106,7 @@ def scaled(values: np.ndarray, scales: np.ndarray, group: int) -> np.ndarray:
 def factors_of(stored: TensorFiles, scales: str) -> np.ndarray:
     """Scales as float32; bytes are exponents of two, as float8_e8m0fnu has them."""
     values = stored.read(scales)
-    return (values.view(_POWERS) if values.dtype == np.uint8 else values).astype(np.float32)
+    return (values.view(POWERS) if values.dtype == np.uint8 else values).astype(np.float32)
 
 
 @functools.cache

@@ -89,7 +89,7 @@ def test_a_method_that_we_cannot_read(tmp_path):
     packers.edit_config(directory, quantization_config={"quant_method": "hqq"})
     with pytest.raises(CheckpointError) as error:
         SafetensorsDir(directory)
-    legal = "one of fp8, compressed-tensors, awq, gptq, modelopt, modelopt_fp4"
+    legal = "one of fp8, compressed-tensors, awq, gptq, modelopt, modelopt_fp4, quark"
     assert str(error.value) == f"config.json: quantization_config: quant_method: got 'hqq'; expected {legal}"
 
 
