@@ -28,13 +28,12 @@ def rows(count: int, width: int, dtype: str) -> jax.Array:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("columns", [64, 40])  # 40: the last group has 8
-@pytest.mark.parametrize("count", [1, 3, 20])
+@pytest.mark.parametrize("count", [3, 20])
 def test_products(dtype: str, columns: int, count: int) -> None:
     weight, twin = drawn(6, 4, columns)
     x, plain = rows(count, columns, dtype), jnp.asarray(twin, dtype)
-    for equation in ("md,ehd->meh", "md,ehd->emh"):
-        got, expected = (jax.jit(product, static_argnums=0)(equation, x, one) for one in (weight, plain))
-        np.testing.assert_allclose(got.astype("float32"), expected.astype("float32"), **near(dtype))
+    got, expected = (jax.jit(product, static_argnums=0)("md,ehd->emh", x, one) for one in (weight, plain))
+    np.testing.assert_allclose(got.astype("float32"), expected.astype("float32"), **near(dtype))
     got, expected = jax.jit(linear)(x, weight), jax.jit(linear)(x, plain)
     assert got.shape == (count, 6, 4) and got.dtype == x.dtype
     np.testing.assert_allclose(got.astype("float32"), expected.astype("float32"), **near(dtype))
