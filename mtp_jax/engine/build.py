@@ -27,11 +27,12 @@ from mtp_jax.engine.shaping_slots import ShapingSlots
 from mtp_jax.engine.stand_ins import shapes_of
 from mtp_jax.engine.state import init_state, state_shapes, state_specs
 from mtp_jax.engine.step import Program, dividing_sizes
-from mtp_jax.engine.weights import WeightLayout
+from mtp_jax.engine.weights import WeightLayout, with_float8
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.loading import (
     MTPHead,
     PlacedDir,
+    SafetensorsDir,
     WeightSource,
     default_model_path,
     find_mtp_head,
@@ -41,7 +42,7 @@ from mtp_jax.loading import (
 )
 from mtp_jax.models.block import joint_kind
 from mtp_jax.models.leaves import Read
-from mtp_jax.models.registry import check_supported, layer_kinds, layer_sizes
+from mtp_jax.models.registry import check_supported, layer_kinds, layer_sizes, mtp_prefix
 from mtp_jax.progress import Report
 from mtp_jax.scheduler.scheduler import Scheduler
 from sharding.hosts import check_everybody_takes_part
@@ -133,7 +134,8 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     has_mtp = head is not None or model.num_nextn_predict_layers > 0
     on_cpu, memory = jax.default_backend() == "cpu", device_memory_bytes()
     there = Devices(jax.device_count(), jax.local_device_count())
-    options = choose_layout(options, model, there, memory, has_mtp=has_mtp, on_cpu=on_cpu)
+    float8 = _float8(source, mtp_prefix(model) if head is not None else None)
+    options = choose_layout(options, model, there, memory, float8, has_mtp=has_mtp, on_cpu=on_cpu)
     config = resolve_config(options, model, has_mtp=has_mtp, on_cpu=on_cpu)
     mesh = _checked("--stages", config.stages, lambda: make_mesh(config.stages, config.data, config.tensor))
     _checked("--stages", config.stages, lambda: check_everybody_takes_part(mesh))
@@ -142,7 +144,10 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
         draft_vocab = source.draft_vocab
     layout = draw_layout(model, config, mesh, draft_vocab)
     if isinstance(source, PlacedDir):
+        layout = dataclasses.replace(layout, groups=source.float8)
         check_placed(source, layout)
+    else:
+        layout = with_float8(layout, float8)
     pages_given = "num_pages" in options.overrides
     memory = plan_memory(layout, config, options.kv_cache_gib, pages_given, memory)
     check_memory(memory, config, options.kv_cache_gib, pages_given)
@@ -154,11 +159,20 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
     )
 
 
+def _float8(source: WeightSource, others: str | None) -> dict[str, int]:
+    """Columns that share a scale, of the checkpoint's float8 tensors. What `others` begins is in another file."""
+    blocks = source.blocks if isinstance(source, SafetensorsDir) else {}
+    return {
+        name: columns for name, columns in blocks.items() if others is None or not name.startswith(others)
+    }
+
+
 def choose_layout(
     options: EngineOptions,
     model: ModelConfig,
     devices: Devices,
     available: int | None,
+    float8: Mapping[str, int],
     *,
     has_mtp: bool,
     on_cpu: bool,
@@ -167,6 +181,7 @@ def choose_layout(
 
     Args:
       available: bytes of a device; None: unknown, and then every layout fits.
+      float8: see `with_float8`.
 
     Raises:
       NothingFitsError: no layout of these devices holds the model.
@@ -178,7 +193,8 @@ def choose_layout(
         tried = dataclasses.replace(options, overrides={**options.overrides, **layout})
         try:
             config = resolve_config(tried, model, has_mtp=has_mtp, on_cpu=on_cpu)
-            drawn = draw_layout(model, config, abstract_mesh(config.stages, config.data, config.tensor))
+            mesh = abstract_mesh(config.stages, config.data, config.tensor)
+            drawn = with_float8(draw_layout(model, config, mesh), float8)
             pages_given = "num_pages" in options.overrides
             memory = plan_memory(drawn, config, options.kv_cache_gib, pages_given, available)
             check_memory(memory, config, options.kv_cache_gib, pages_given)

@@ -15,8 +15,10 @@ from mtp_jax.engine.weights import WeightLayout, Weights
 from mtp_jax.errors import CheckpointError, InvalidValueError, UnsupportedHereError
 from mtp_jax.loading.mtp_head import MTPHead
 from mtp_jax.loading.placed_dir import MARKER, SMALL_FILES, VERSION, PlacedDir
+from mtp_jax.loading.safetensors_dir import SafetensorsDir
 from mtp_jax.loading.source import WeightSource
-from mtp_jax.models.leaves import Read
+from mtp_jax.models.leaves import Read, ReadScaled
+from sharding.mesh import TENSOR
 
 _TARGET, _MTP = "target", "mtp"  # folders; the second is not read where nothing is drafted
 _MTP_FIELDS = ("mtp", "draft_head")
@@ -39,7 +41,10 @@ def load_weights(
     if isinstance(source, PlacedDir):
         return read_placed(source, layout, report)
     mtp_names = None if head is None else head.tensors.names()
-    return layout.load(source.read, read_mtp, report, source.names(), mtp_names)
+    scaled = None
+    if isinstance(source, SafetensorsDir):
+        scaled = ReadScaled(source.read_codes, source.read_scales)
+    return layout.load(source.read, read_mtp, report, source.names(), mtp_names, scaled)
 
 
 def write_placed(folder: Path, weights: Weights, layout: WeightLayout, small_files: Path) -> None:
@@ -112,6 +117,12 @@ def check_placed(source: PlacedDir, layout: WeightLayout) -> None:
     for field, flag in (("stages", "--stages"), ("dtype", "--dtype")):
         if source.fields.values.get(field) != wanted[field]:
             raise InvalidValueError(flag, wanted[field], f"{source.fields.values.get(field)}, {again}")
+    for like, spec in zip(jax.tree.leaves(layout.shapes()), jax.tree.leaves(layout.specs()), strict=True):
+        try:
+            NamedSharding(layout.placement.mesh, spec_of(spec)).shard_shape(like.shape)
+        except ValueError as error:  # a float8 weight's columns share scales beyond a shard's end
+            tensor = layout.placement.mesh.shape[TENSOR]
+            raise InvalidValueError("--tensor", tensor, f"another number, {again}") from error
     written = source.fields.mapping("arrays").values
     for name, shape in _shapes(layout).items():
         if written.get(name) != shape:
@@ -139,6 +150,7 @@ def _description(layout: WeightLayout) -> dict[str, object]:
         "layers": [list(stage) for stage in layout.plan.layers],
         "mtp": layout.with_mtp,
         "draft_vocab": layout.draft_vocab,
+        "float8": dict(layout.groups),
         "arrays": _shapes(layout),
     }
 

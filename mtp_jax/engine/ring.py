@@ -20,6 +20,7 @@ from mtp_jax.engine.paged import PagedAttention, Segment
 from mtp_jax.engine.plan_arrays import ChunkArrays, PlanArrays
 from mtp_jax.engine.state import Carry, EngineState, Flight, Lane
 from mtp_jax.models.layers import Cache, Rope, rope_tables
+from mtp_jax.models.scaled import Weight
 from mtp_jax.models.streams import repeat_streams
 from sharding.mesh import DATA, STAGE
 from sharding.stage_plan import StagePlan
@@ -37,7 +38,7 @@ class Group:
     stood: jax.Array
 
 
-Leaves = tuple[jax.Array, ...]  # weights of one layer
+Leaves = tuple[Weight, ...]  # weights of one layer
 # One decoder layer: (leaves, carry of M rows, cache, rope tables, attention) -> (carry, cache). Jitted, so
 # that many layers of a kind are traced and lowered once, though XLA still sees each layer by itself.
 RunLayer = Callable[[Leaves, Carry, Cache, Rope, PagedAttention], tuple[Carry, Cache]]

@@ -73,7 +73,7 @@ class Program:
     def _ring(self, bucket: Bucket, weights: Weights, plan: PlanArrays) -> Ring:
         """One device's ring, from its shards."""
         layout = self.layout
-        layers = tuple(tuple(leaf[0] for leaf in leaves) for leaves in weights.trunk)  # this stage's layers
+        layers = jax.tree.map(lambda leaf: leaf[0], weights.trunk)  # this stage's layers
         vocabulary = Vocabulary(
             embedding=weights.embedding,
             lm_head=weights.embedding if weights.lm_head is None else weights.lm_head,

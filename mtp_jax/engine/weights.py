@@ -2,7 +2,8 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtp_jax.config import ModelConfig
+from mtp_jax.engine.leaf_reader import LeafReader, ReadPart, padded_rows, place_leaf
 from mtp_jax.engine.trees import spec_of, stand_in
 from mtp_jax.engine.vocabulary import DraftHead
 from mtp_jax.loading.mtp_head import DRAFT_VOCAB_IDS
 from mtp_jax.models.block import LayerKind, layer_caches, layer_leaves
 from mtp_jax.models.layers import CacheRows
-from mtp_jax.models.leaves import Leaf, Read
+from mtp_jax.models.leaves import Leaf, Read, ReadScaled
 from mtp_jax.models.ngram import table_leaf
 from mtp_jax.models.registry import (
     EMBEDDING,
@@ -27,10 +29,9 @@ from mtp_jax.models.registry import (
     mtp_prefix,
     mtp_table,
 )
+from mtp_jax.models.scaled import CODES, SCALES, BlockScaled, Weight
 from sharding.placement import Placement
 from sharding.stage_plan import StagePlan
-
-ReadPart = Callable[[tuple[slice, ...]], np.ndarray]  # reads the part at these slices of a leaf
 
 
 @jax.tree_util.register_dataclass
@@ -38,11 +39,11 @@ ReadPart = Callable[[tuple[slice, ...]], np.ndarray]  # reads the part at these 
 class Weights:
     """All weights, as flat leaves in the order of their `Leaf` tables; nothing is stored twice."""
 
-    trunk: tuple[tuple[jax.Array, ...], ...]  # per layer slot, each leaf with a leading stage axis
+    trunk: tuple[tuple[Weight, ...], ...]  # per layer slot, each leaf with a leading stage axis
     embedding: jax.Array  # V D, rows spread over the head's devices
     lm_head: jax.Array | None  # V D likewise; None where the model ties it to the embedding
     final_norm: tuple[jax.Array, ...]  # leaves of `final_leaves`
-    mtp: tuple[jax.Array, ...] | None  # None where the engine drafts nothing
+    mtp: tuple[Weight, ...] | None  # None where the engine drafts nothing
     draft_head: DraftHead | None  # None where drafts are chosen among all rows of the LM head
     ngrams: jax.Array | None = None  # `table_leaf`; None: the model has no n-gram embeddings
 
@@ -57,6 +58,8 @@ class WeightLayout:
     dtype: jnp.dtype
     with_mtp: bool
     draft_vocab: int | None = None  # ids that drafts are chosen from; None: all of them
+    # Columns that share a scale, of each leaf that stays in float8, by `slot_key` or `mtp_key`
+    groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def slot_kind(self, slot: int) -> LayerKind:
         """What a layer slot has the weights and caches for."""
@@ -125,12 +128,13 @@ class WeightLayout:
         rows = spec("vocab", None)
         return Weights(
             trunk=tuple(
-                tuple(spec("layer_stage", *leaf.axes) for leaf in leaves) for leaves in self.trunk_leaves
+                tuple(self._spec(slot_key(slot, leaf), leaf, "layer_stage") for leaf in leaves)
+                for slot, leaves in enumerate(self.trunk_leaves)
             ),
             embedding=rows,
             lm_head=None if self.model.tie_word_embeddings else rows,
             final_norm=tuple(spec(*leaf.axes) for leaf in self._final_leaves),
-            mtp=tuple(spec(*leaf.axes) for leaf in self.mtp_leaves) if self.with_mtp else None,
+            mtp=tuple(self._spec(mtp_key(leaf), leaf) for leaf in self.mtp_leaves) if self.with_mtp else None,
             draft_head=DraftHead(rows, spec("vocab")) if self.draft_vocab else None,
             ngrams=None if self._ngram_leaf is None else spec(*self._ngram_leaf.axes),
         )
@@ -144,18 +148,31 @@ class WeightLayout:
         rows, stages = array(self.padded_vocab, self.model.hidden_size), self.plan.num_stages
         return Weights(
             trunk=tuple(
-                tuple(array(stages, *leaf.shape, dtype=leaf.dtype) for leaf in leaves)
-                for leaves in self.trunk_leaves
+                tuple(self._shape(slot_key(slot, leaf), leaf, stages) for leaf in leaves)
+                for slot, leaves in enumerate(self.trunk_leaves)
             ),
             embedding=rows,
             lm_head=None if self.model.tie_word_embeddings else rows,
             final_norm=tuple(array(*leaf.shape, dtype=leaf.dtype) for leaf in self._final_leaves),
-            mtp=tuple(array(*leaf.shape, dtype=leaf.dtype) for leaf in self.mtp_leaves)
+            mtp=tuple(self._shape(mtp_key(leaf), leaf) for leaf in self.mtp_leaves)
             if self.with_mtp
             else None,
             draft_head=self._draft_head_shapes(),
             ngrams=None if self._ngram_leaf is None else array(*self._ngram_leaf.shape),
         )
+
+    def _spec(self, key: str, leaf: Leaf, *lead: str) -> Weight:
+        spec, group = stand_in(self.placement.spec(*lead, *leaf.axes)), self.groups.get(key)
+        return spec if group is None else BlockScaled(spec, spec, group)
+
+    def _shape(self, key: str, leaf: Leaf, *lead: int) -> Weight:
+        def array(dtype: jnp.dtype, columns: int) -> jax.Array:
+            return stand_in(jax.ShapeDtypeStruct((*lead, *leaf.shape[:-1], columns), dtype))
+
+        columns, group = leaf.shape[-1], self.groups.get(key)
+        if group is None:
+            return array(leaf.dtype or self.dtype, columns)
+        return BlockScaled(array(CODES, columns), array(SCALES, -(-columns // group)), group)
 
     def _draft_head_shapes(self) -> DraftHead | None:
         if self.draft_vocab is None:
@@ -173,12 +190,14 @@ class WeightLayout:
         report: Callable[[int, int], None],
         names: frozenset[str] = frozenset(),
         mtp_names: frozenset[str] | None = None,
+        scaled: ReadScaled | None = None,
     ) -> Weights:
         """Reads, converts and places every weight, one leaf at a time.
 
         `read` gives a target tensor by its Hugging Face name, `read_mtp` one of the MTP module; `names` are
         the checkpoint's, where it may store something in several ways, and `mtp_names` those of another file
-        with the MTP module; `report` is called with (leaves done, leaves in all).
+        with the MTP module; `scaled` reads what stays in float8 (`groups`); `report` is called with (leaves
+        done, leaves in all).
         """
         shapes, specs = self.shapes(), self.specs()
         total, done = len(jax.tree.leaves(shapes)), 0
@@ -193,13 +212,24 @@ class WeightLayout:
         trunk = []
         for slot, leaves in enumerate(self.trunk_leaves):
             rows = zip(leaves, shapes.trunk[slot], specs.trunk[slot], strict=True)
-            trunk.append(tuple(place(self._stage_reader(read, names, leaf, slot), *of) for leaf, *of in rows))
+            trunk.append(
+                tuple(
+                    place_leaf(
+                        place,
+                        functools.partial(self._stage_part, leaf, slot),
+                        functools.partial(LeafReader, leaf, names=names),
+                        (read, scaled),
+                        *of,
+                    )
+                    for leaf, *of in rows
+                )
+            )
         outputs = embeddings = read(EMBEDDING)
-        embedding = place(_padded_rows(embeddings, self.padded_vocab), shapes.embedding, specs.embedding)
+        embedding = place(padded_rows(embeddings, self.padded_vocab), shapes.embedding, specs.embedding)
         lm_head = None
         if shapes.lm_head is not None and specs.lm_head is not None:
             outputs = read(LM_HEAD)
-            lm_head = place(_padded_rows(outputs, self.padded_vocab), shapes.lm_head, specs.lm_head)
+            lm_head = place(padded_rows(outputs, self.padded_vocab), shapes.lm_head, specs.lm_head)
         draft_head = None
         if shapes.draft_head is not None and specs.draft_head is not None:
             assert read_mtp is not None
@@ -207,43 +237,55 @@ class WeightLayout:
             ids = read_mtp(f"{mtp_prefix(self.model)}{DRAFT_VOCAB_IDS}")
             padded_ids = np.pad(ids, (0, few - ids.size), constant_values=self.padded_vocab)
             draft_head = DraftHead(
-                place(_padded_rows(outputs[ids], few), like.rows, spec.rows),
+                place(padded_rows(outputs[ids], few), like.rows, spec.rows),
                 place(padded_ids, like.ids, spec.ids),
             )
         rows = zip(self._final_leaves, shapes.final_norm, specs.final_norm, strict=True)
-        final_norm = tuple(place(_LeafReader(leaf, read, names).whole, *of) for leaf, *of in rows)
+        final_norm = tuple(place(LeafReader(leaf, read, names).whole, *of) for leaf, *of in rows)
         ngrams = mtp = None
         if self._ngram_leaf is not None and shapes.ngrams is not None and specs.ngrams is not None:
-            ngrams = place(_LeafReader(self._ngram_leaf, read, names).whole, shapes.ngrams, specs.ngrams)
+            ngrams = place(LeafReader(self._ngram_leaf, read, names).whole, shapes.ngrams, specs.ngrams)
         if shapes.mtp is not None and specs.mtp is not None:
             assert read_mtp is not None
             rows = zip(self.mtp_leaves, shapes.mtp, specs.mtp, strict=True)
+            of_mtp = names if mtp_names is None else mtp_names
             mtp = tuple(
-                place(self._mtp_reader(read_mtp, names if mtp_names is None else mtp_names, leaf), *of)
+                place_leaf(
+                    place,
+                    self._mtp_part,
+                    functools.partial(LeafReader, leaf, names=of_mtp),
+                    (read_mtp, scaled),
+                    *of,
+                )
                 for leaf, *of in rows
             )
         report(total, total)
         return Weights(tuple(trunk), embedding, lm_head, final_norm, mtp, draft_head, ngrams)
 
-    def _stage_reader(self, read: Read, names: frozenset[str], leaf: Leaf, slot: int) -> ReadPart:
-        """Reads parts of the leaves of all stages in a layer slot."""
-        reader, kinds = _LeafReader(leaf, read, names), self.slot_kinds(slot)
+    def slot_layers(self, slot: int, leaf: Leaf) -> tuple[int | None, ...]:
+        """Each stage's layer in a slot; None: it leaves the slot empty, or its layer is without this leaf."""
+        kinds = self.slot_kinds(slot)
         tables = {kind: layer_leaves(self.model, kind) for kind in kinds if kind is not None}
-        has = {kind: any(one.path == leaf.path for one in table) for kind, table in tables.items()}
+        has = {kind for kind, table in tables.items() if any(one.path == leaf.path for one in table)}
+        layers = self.plan.slots[slot]
+        return tuple(layer if kind in has else None for layer, kind in zip(layers, kinds, strict=True))
+
+    def _stage_part(self, leaf: Leaf, slot: int, reader: LeafReader, like: jax.Array) -> ReadPart:
+        """Reads parts of an array with the leaves of all stages in a layer slot."""
+        layers = self.slot_layers(slot, leaf)
 
         def read_stage(index: tuple[slice, ...]) -> np.ndarray:
-            stage = index[0].start or 0
-            layer, kind = self.plan.layer_at(slot, stage), kinds[stage]
-            if layer is None or kind is None or not has[kind]:  # weights that are never read
-                cuts = zip(index[1:], leaf.shape, strict=True)
+            layer = layers[index[0].start or 0]
+            if layer is None:  # weights that are never read
+                cuts = zip(index[1:], like.shape[1:], strict=True)
                 shape = (1, *(len(range(*cut.indices(size))) for cut, size in cuts))
-                return np.broadcast_to(np.zeros((), leaf.dtype or self.dtype), shape)
+                return np.broadcast_to(np.zeros((), like.dtype), shape)
             return reader.part(layer_prefix(layer), index[1:])[None]
 
         return read_stage
 
-    def _mtp_reader(self, read: Read, names: frozenset[str], leaf: Leaf) -> ReadPart:
-        reader = _LeafReader(leaf, read, names)
+    def _mtp_part(self, reader: LeafReader, like: jax.Array) -> ReadPart:
+        del like
         return lambda index: reader.part(mtp_prefix(self.model), index)
 
     def _place(self, whole: np.ndarray | ReadPart, like: jax.Array, spec: P) -> jax.Array:
@@ -266,29 +308,34 @@ class WeightLayout:
         return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
 
 
-class _LeafReader:
-    """Reads parts of one leaf. A leaf that is stored whole is read once for all devices that share it."""
-
-    def __init__(self, leaf: Leaf, read: Read, names: frozenset[str]):
-        self._leaf, self._read, self._names = leaf, read, names
-        self._last: tuple[str, np.ndarray] | None = None
-
-    def whole(self, index: tuple[slice, ...]) -> np.ndarray:
-        """This part of a leaf whose tensors have whole names."""
-        return self.part("", index)
-
-    def part(self, prefix: str, index: tuple[slice, ...]) -> np.ndarray:
-        """This part of the leaf; of experts that are stored one by one, only those are read."""
-        leaf = self._leaf
-        if leaf.chosen(prefix, self._names).by_index:
-            first = range(*index[0].indices(leaf.shape[0]))
-            return leaf.read(self._read, prefix, self._names, first)[(slice(None), *index[1:])]
-        if self._last is None or self._last[0] != prefix:
-            self._last = prefix, leaf.read(self._read, prefix, self._names)
-        return self._last[1][index]
+def slot_key(slot: int, leaf: Leaf) -> str:
+    """A trunk leaf's name in `WeightLayout.groups`."""
+    return f"{slot}.{leaf.name}"
 
 
-def _padded_rows(rows: np.ndarray, count: int) -> np.ndarray:
-    """`count` rows, the added ones zero."""
-    missing = count - rows.shape[0]
-    return np.pad(rows, ((0, missing), (0, 0))) if missing else rows
+def mtp_key(leaf: Leaf) -> str:
+    """The same for a leaf of the MTP module."""
+    return f"mtp.{leaf.name}"
+
+
+def with_float8(layout: WeightLayout, blocks: Mapping[str, int]) -> WeightLayout:
+    """The layout with every leaf in float8 that can stay so (`Leaf.group`).
+
+    Args:
+      layout: without any.
+      blocks: columns that share a scale, of the checkpoint's float8 tensors.
+    """
+    groups: dict[str, int] = {}
+
+    def add(key: str, leaf: Leaf, prefixes: list[str]) -> None:
+        last = leaf.axes[-1]
+        group = leaf.group(prefixes, blocks, 1 if last is None else layout.placement.axis_size(last))
+        groups.update({} if group is None else {key: group})
+
+    for slot, leaves in enumerate(layout.trunk_leaves if blocks else ()):
+        for leaf in leaves:
+            layers = layout.slot_layers(slot, leaf)
+            add(slot_key(slot, leaf), leaf, [layer_prefix(layer) for layer in layers if layer is not None])
+    for leaf in layout.mtp_leaves if blocks and layout.with_mtp else ():
+        add(mtp_key(leaf), leaf, [mtp_prefix(layout.model)])
+    return dataclasses.replace(layout, groups=groups)

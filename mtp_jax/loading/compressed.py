@@ -1,4 +1,4 @@
-"""compressed-tensors: packed integers, float8 or NVFP4, tensor by tensor."""
+"""compressed-tensors: packed integers, float8, NVFP4 or MXFP4, tensor by tensor."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import numpy as np
 from mtp_jax.errors import CheckpointError
 from mtp_jax.loading.fp8 import FP8Format
 from mtp_jax.loading.int4 import INT32, SCALES, WORD, groups_of, unpacked
-from mtp_jax.loading.nvfp4 import nvfp4
+from mtp_jax.loading.nvfp4 import mxfp4, nvfp4
 from mtp_jax.loading.quantised import Dequantised, by_rows, need
 from mtp_jax.loading.tensor_files import TensorFiles
 
@@ -21,24 +21,30 @@ class CompressedTensors:
 
     `X.weight_packed` int32 [out, ceil(in / n)] for n codes a word, low bits first, `X.weight_scale`
     [out, groups], `X.weight_shape` [2]; asymmetric: `X.weight_zero_point` int32 [ceil(out / n), groups];
-    with `X.weight_g_idx` int32 [in], the group of each input. Bytes in `X.weight_packed` are NVFP4.
+    with `X.weight_g_idx` int32 [in], the group of each input. Bytes in `X.weight_packed` are NVFP4 with
+    `X.weight_global_scale`, else MXFP4.
 
     Attributes:
       bits: the sizes of integer codes that there are: 4, 8 or both.
       group: inputs that share a scale, where there are several scales a row.
       fp8: how float8 weights are scaled.
+      mxfp4: whether there is MXFP4.
     """
 
     bits: tuple[int, ...] = (4,)
     group: int | None = None
     fp8: FP8Format = dataclasses.field(default_factory=FP8Format)
+    mxfp4: bool = False
 
     def weights(self, stored: TensorFiles) -> dict[str, Dequantised]:
         found: dict[str, Dequantised] = {}
         for codes in sorted(name for name in stored.names() if name.endswith(_PACKED)):
             weight = codes.removesuffix(_PACKED)
-            if stored.dtype(codes) == np.uint8:
-                found[weight] = nvfp4(stored, weight, codes, weight + "_global_scale", divide=True)
+            whole = weight + "_global_scale"
+            if stored.dtype(codes) == np.uint8 and self.mxfp4 and whole not in stored.names():
+                found[weight] = mxfp4(stored, weight, codes)
+            elif stored.dtype(codes) == np.uint8:
+                found[weight] = nvfp4(stored, weight, codes, whole, divide=True)
             else:
                 found[weight] = self._integers(stored, weight, codes)
         return found | self.fp8.weights(stored)

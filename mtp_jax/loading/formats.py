@@ -8,17 +8,20 @@ from mtp_jax.loading.compressed import CompressedTensors
 from mtp_jax.loading.fp8 import FP8Format
 from mtp_jax.loading.hf_fields import Fields, read_json
 from mtp_jax.loading.int4 import AWQ, GPTQ
-from mtp_jax.loading.nvfp4 import ModelOpt
-from mtp_jax.loading.quantised import Format
+from mtp_jax.loading.names import canonical_name
+from mtp_jax.loading.nvfp4 import ModelOpt, Quark
+from mtp_jax.loading.quantised import Format, Shape
 
-METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "modelopt", "modelopt_fp4")
+METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "modelopt", "modelopt_fp4", "quark")
 _KEY, _OLD_KEY = "quantization_config", "compression_config"
 _MODELOPT_FILE = "hf_quant_config.json"  # what modelopt writes where config.json says nothing
+_MXFP4 = "mxfp4-pack-quantized"
 _PACKINGS = (
     "pack-quantized",
     "float-quantized",
     "naive-quantized",
     "nvfp4-pack-quantized",
+    _MXFP4,
     "mixed-precision",
 )
 _ALGORITHMS = ("NVFP4", "FP8", "FP8_PB_WO", "MIXED_PRECISION")
@@ -48,7 +51,30 @@ def format_of(directory: Path) -> Format | None:
         case "modelopt" | "modelopt_fp4":
             fields.must_be("quant_algo", (*_ALGORITHMS, None))
             return ModelOpt()
+        case "quark":
+            return _quark(fields)
     raise fields.fail("quant_method", "one of " + ", ".join(METHODS))
+
+
+def planned_blocks(directory: Path, tensors: Mapping[str, Shape]) -> dict[str, int]:
+    """Columns that share a scale, of the tensors that config.json says are float8: for plans without weights.
+
+    Args:
+      directory: with config.json.
+      tensors: of the model, by name.
+    """
+    fields = _description(directory)
+    if fields is None or fields.values.get("quant_method") != "fp8":
+        return {}
+    block = _block(fields, "weight_block_size")
+    listed = fields.values.get("modules_to_not_convert") or fields.values.get("ignored_layers")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    excluded = [canonical_name(name) or name for name in names]
+    return {
+        name: shape[-1] if block is None else block[1]
+        for name, shape in tensors.items()
+        if len(shape) > 1 and not any(f".{module}." in f".{name}." for module in excluded)
+    }
 
 
 def _description(directory: Path) -> Fields | None:
@@ -69,6 +95,15 @@ def _description(directory: Path) -> Fields | None:
 
 def _fp8(fields: Fields) -> FP8Format:
     return FP8Format(_block(fields, "weight_block_size"))
+
+
+def _quark(fields: Fields) -> Quark:
+    weight = fields.mapping("global_quant_config").mapping("weight")
+    weight.must_be("dtype", ("fp4", "fp8_e4m3", None))
+    if weight.values.get("dtype") == "fp4":
+        weight.must_be("group_size", (32,))
+        weight.must_be("scale_format", ("e8m0",))
+    return Quark()
 
 
 def _block(fields: Fields, key: str) -> tuple[int, int] | None:
@@ -108,9 +143,11 @@ def _compressed(fields: Fields) -> CompressedTensors:
     groups: dict[int | None, None] = {}
     blocks: dict[tuple[int, int], None] = {}
     schemes = fields.mapping("config_groups")
+    packings = {fields.values.get("format")}
     for name in schemes.values:
         scheme = schemes.mapping(name)
         scheme.must_be("format", (*_PACKINGS, None))
+        packings.add(scheme.values.get("format"))
         weights = scheme.mapping("weights")
         weights.must_be("type", ("int", "float"))
         if weights.values.get("type") == "int":
@@ -123,4 +160,5 @@ def _compressed(fields: Fields) -> CompressedTensors:
     if len(groups) > 1 or len(blocks) > 1:
         sizes = [*groups] if len(groups) > 1 else [*blocks]
         raise CheckpointError(schemes.where, f"groups of sizes {sizes}", "one size in all schemes")
-    return CompressedTensors(tuple(bits), next(iter(groups), None), FP8Format(next(iter(blocks), None)))
+    fp8 = FP8Format(next(iter(blocks), None))
+    return CompressedTensors(tuple(bits), next(iter(groups), None), fp8, _MXFP4 in packings)

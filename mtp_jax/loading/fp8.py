@@ -7,11 +7,11 @@ import ml_dtypes
 import numpy as np
 
 from mtp_jax.errors import CheckpointError
-from mtp_jax.loading.quantised import Dequantised, by_rows
+from mtp_jax.loading.quantised import Dequantised, Float8, by_rows
 from mtp_jax.loading.tensor_files import TensorFiles
 
 FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
-_POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)  # scales that are powers of two: exponents alone
+POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)  # scales that are powers of two: exponents alone
 _SCALES = ("_scale_inv", "_scale")  # both multiply, whatever the first one's name says
 
 
@@ -40,7 +40,13 @@ class FP8Format:
             )
         block = self._block_of(stored, name, scales)
         kind = "fp8 blocks" if block == self.block else "fp8"
-        return Dequantised(shape, kind, (name, scales), lambda: dequantise(stored, name, scales, block))
+        float8 = None
+        if stored.dtype(name) == FP8[0]:
+            columns = min(block[1], shape[-1])
+            float8 = Float8(columns, lambda: stored.read(name), lambda: spread(stored, shape, scales, block))
+        return Dequantised(
+            shape, kind, (name, scales), lambda: dequantise(stored, name, scales, block), float8
+        )
 
     def _block_of(self, stored: TensorFiles, name: str, scales: str) -> tuple[int, int]:
         """Rows and columns of `name` that share a scale, from the scales' shape."""
@@ -78,6 +84,15 @@ def dequantise(stored: TensorFiles, name: str, scales: str, block: tuple[int, in
     return by_rows(codes.shape, some).reshape(shape)
 
 
+def spread(stored: TensorFiles, shape: tuple[int, ...], scales: str, block: tuple[int, int]) -> np.ndarray:
+    """The scale of every element of a weight of this shape [..., rows, columns], float32."""
+    *stack, rows, columns = shape
+    blocks = -(-rows // block[0]), -(-columns // block[1])
+    factors = factors_of(stored, scales).reshape(*stack, *blocks)
+    of_rows = np.repeat(factors, block[0], axis=-2)[..., :rows, :]
+    return np.repeat(of_rows, block[1], axis=-1)[..., :columns]
+
+
 def scaled(values: np.ndarray, scales: np.ndarray, group: int) -> np.ndarray:
     """Values [rows, columns] times scales [rows, groups], the last group of columns perhaps shorter.
 
@@ -91,7 +106,7 @@ def scaled(values: np.ndarray, scales: np.ndarray, group: int) -> np.ndarray:
 def factors_of(stored: TensorFiles, scales: str) -> np.ndarray:
     """Scales as float32; bytes are exponents of two, as float8_e8m0fnu has them."""
     values = stored.read(scales)
-    return (values.view(_POWERS) if values.dtype == np.uint8 else values).astype(np.float32)
+    return (values.view(POWERS) if values.dtype == np.uint8 else values).astype(np.float32)
 
 
 @functools.cache

@@ -32,6 +32,7 @@ class PlacedDir:
 
     Attributes:
       fields: what the marker says: the layout that the arrays are of.
+      float8: columns that share a scale, of each leaf that is in float8; as `WeightLayout.groups`.
       draft_vocab: ids that drafts are chosen from; None: the whole vocabulary, or no MTP module.
 
     Raises:
@@ -47,6 +48,7 @@ class PlacedDir:
         self.config = dataclasses.replace(config, num_nextn_predict_layers=modules)
         some = self.fields.get("draft_vocab") is not None
         self.draft_vocab = self.fields.integer("draft_vocab") if some else None
+        self.float8 = _float8(self.fields)
         self._tokenizer: Tokenizer | None = None
         self._lock = threading.Lock()
 
@@ -80,3 +82,8 @@ class PlacedDir:
     def _refuse(self, name: str) -> NoReturn:
         legal = "the checkpoint that it was made from: placed arrays have no tensors by name"
         raise CheckpointError(f"{self.directory}: {name}", "no such tensor", legal)
+
+
+def _float8(fields: Fields) -> dict[str, int]:
+    groups = fields.mapping("float8")
+    return {name: groups.integer(name) for name in groups.values}

@@ -1,4 +1,4 @@
-"""Tensors of quantised checkpoints as plain ones, dequantised when they are read.
+"""Tensors of quantised checkpoints as plain ones, dequantised when they are read, or float8 as it is stored.
 
 A format finds the weights that a checkpoint stores in parts (codes, scales, zero points). Arithmetic is in
 float32 and results are bfloat16: they hold every code of 4 or 8 bits, and half of float32's bytes.
@@ -31,6 +31,15 @@ _PART = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
+class Float8:
+    """How a weight is read that may stay in float8_e4m3fn."""
+
+    columns: int  # that share a scale
+    codes: Callable[[], np.ndarray]
+    scales: Callable[[], np.ndarray]  # every element's, float32
+
+
+@dataclasses.dataclass(frozen=True)
 class Dequantised:
     """A weight that is stored in parts."""
 
@@ -38,6 +47,7 @@ class Dequantised:
     kind: str  # for people: "fp8 blocks"
     parts: tuple[str, ...]  # the stored tensors that it is made of
     read: Callable[[], np.ndarray]  # gives it as bfloat16
+    float8: Float8 | None = None
 
 
 class Format(Protocol):
@@ -98,6 +108,28 @@ class LogicalTensors:
 
     def read(self, name: str) -> np.ndarray:
         return self._made[name].read() if name in self._made else self.stored.read(self._known(name))
+
+    def kind(self, name: str) -> str | None:
+        """How a tensor is quantised, for people; None: it is not."""
+        return self._made[name].kind if name in self._made else None
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Of weights that may stay in float8: how many columns share a scale."""
+        return {name: made.float8.columns for name, made in self._made.items() if made.float8 is not None}
+
+    def read_codes(self, name: str) -> np.ndarray:
+        """A tensor of `blocks` in float8."""
+        return self._float8(name).codes()
+
+    def read_scales(self, name: str) -> np.ndarray:
+        """The scales of all elements of a tensor of `blocks`, float32."""
+        return self._float8(name).scales()
+
+    def _float8(self, name: str) -> Float8:
+        found = self._made[name].float8
+        assert found is not None, name
+        return found
 
     def stored_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
         """Stored bytes by element type of plain tensors, and by kind of quantised ones."""

@@ -28,8 +28,9 @@ MTP_HEAD_FILE = "mtp_head.safetensors"  # a head beside the target's weights, an
 class SafetensorsDir(LogicalTensors):
     """A directory with config.json and safetensors, as Hugging Face lays it out (a `WeightSource`).
 
-    Quantised weights are dequantised to bfloat16 when they are read. Of a model for images and text the
-    text model is read, under the names that it would have alone.
+    Quantised weights are dequantised to bfloat16 when they are read; those of `blocks` can be
+    read as float8. Of a model for images and text the text model is read, under the names that it would
+    have alone.
 
     Raises:
       CheckpointError: names the file, tensor or configuration field that is wrong.
@@ -65,10 +66,18 @@ class SafetensorsDir(LogicalTensors):
         plain, packed = self.stored_bytes()
         if not packed:
             return line + f"{_size(sum(plain.values()))} of {', '.join(sorted(plain))}"
-        memory = sum(self.nbytes(name) for name in self.names())
-        line += f"{_sizes(packed)}, dequantised to {RESULT} at loading"
-        line += f", and {_sizes(plain)}" if plain else ""
-        return line + f": {size} parameters take {_size(memory)}"
+        kept = {self.kind(name) for name in self.blocks}
+        dequantised = {kind: count for kind, count in packed.items() if kind not in kept}
+        parts = [f"{_sizes(plain)}"] if plain else []
+        if dequantised:
+            memory = sum(self.nbytes(name) for name in self.names() if self.kind(name) not in kept)
+            also = " but for float8" if kept else ""
+            parts.insert(0, f"{_sizes(dequantised)}, dequantised to {RESULT} at loading")
+            parts[-1] += f": {size} parameters{also} take {_size(memory)}"
+        if kept:
+            sizes = _sizes({kind: packed[kind] for kind in packed if kind in kept})
+            parts.insert(0, f"{sizes}, kept in float8")
+        return line + ", and ".join(parts)
 
     def _is_unused(self, name: str) -> bool:
         # Tied wins over a stored head, as in transformers; old Llama files store rotary tables.

@@ -10,7 +10,7 @@ from flax import nnx
 from mtp_jax.config import DeltaConfig, ModelConfig
 from mtp_jax.models.delta_net import DeltaHeads, gated_rms_norm, interleaved_rows
 from mtp_jax.models.layers import Around, Cache, CacheRows, linear, project_add, rms_norm
-from mtp_jax.models.leaves import Leaf, Make, Shape, Stored, norm, plain, reordered, whole
+from mtp_jax.models.leaves import Leaf, Make, Shape, Stored, never_float8, norm, plain, reordered, whole
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -94,7 +94,7 @@ class DeltaAttention(nnx.Module):
             Leaf(("z",), (i, j * y, d), split, packed["z"]),
             Leaf(("b",), (i, j, d), split, packed["b"]),
             Leaf(("a",), (i, j, d), split, packed["a"]),
-            Leaf(("conv",), (i, 2 * x + j * y, taps), split, (conv,)),
+            never_float8(Leaf(("conv",), (i, 2 * x + j * y, taps), split, (conv,))),
             per_head("a_log", "A_log"),
             per_head("dt_bias", "dt_bias"),
             plain("out_norm", (y,), (None,), "linear_attn.norm.weight"),

@@ -8,7 +8,8 @@ from flax import nnx
 
 from mtp_jax.config import ExpertsConfig, ModelConfig
 from mtp_jax.models.layers import Around, linear, norm_swiglu, product, project_add, rms_norm
-from mtp_jax.models.leaves import Leaf, Make, halves, norm, plain, whole
+from mtp_jax.models.leaves import Leaf, Make, halves, never_float8, norm, plain, whole
+from mtp_jax.models.scaled import Weight, dense
 
 FEW_ROWS = 64  # up to these, all experts work on all tokens: `ragged_dot` on a GPU copies all their weights
 # x [rows, in] times weight [expert, out, in], for rows sorted by expert.
@@ -101,7 +102,7 @@ class Experts(nnx.Module):
         e, f, shared = experts.num_experts, experts.width, experts.shared_width
         down = whole("mlp.experts.{e}.down_proj.weight", (d, f)), whole("mlp.experts.down_proj", (e, d, f))
         leaves = [
-            plain("router", (e, d), (None, None), "mlp.gate.weight"),
+            never_float8(plain("router", (e, d), (None, None), "mlp.gate.weight")),
             _expert_gate_up(e, f, d),
             Leaf(("down",), (e, d, f), ("experts", None, None), down),
         ]
@@ -147,7 +148,7 @@ def route(logits: jax.Array, bias: jax.Array | None, experts: ExpertsConfig) -> 
 
 
 def experts_ffn(
-    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: Weight, down: Weight
 ) -> jax.Array:
     """The part of a mixture that these experts give: x [M, D] -> [M, D] fp32.
 
@@ -166,9 +167,11 @@ def experts_ffn(
     counts = jnp.sum(flat[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32)
     rows = x[order // j]
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    act = jax.lax.ragged_dot_general(rows, gate_up.reshape(e, 2 * f, d), counts, _BY_EXPERT, precision)
+    rows, matrices = dense(rows, gate_up.reshape(e, 2 * f, d))
+    act = jax.lax.ragged_dot_general(rows, matrices, counts, _BY_EXPERT, precision)
     act = jax.nn.silu(act[:, :f]) * act[:, f:]
-    out = jax.lax.ragged_dot_general(act, down, counts, _BY_EXPERT, precision)
+    act, matrices = dense(act, down)
+    out = jax.lax.ragged_dot_general(act, matrices, counts, _BY_EXPERT, precision)
     mine = (flat[order] < e)[:, None]  # rows past the last expert's are not defined
     out = jnp.where(mine, out.astype(jnp.float32), 0.0) * weights.reshape(-1)[order][:, None]
     # Back in the order of choices, so that each token's sum has one order whatever else is in the batch.
@@ -177,7 +180,7 @@ def experts_ffn(
 
 
 def _all_experts(
-    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate_up: Weight, down: Weight
 ) -> jax.Array:
     """As `experts_ffn`, by every expert for every token: their weights are read once, and never copied.
 

@@ -4,7 +4,7 @@ On CPU that orientation is the fast one for the few rows of a decode step (the p
 weight row once, in order), on GPU and TPU the compiler takes either, and loading needs no transpose.
 
 Where `kernels` is true, what a kernel of `pallas_kernels/few_rows` can take is left to it. They have no
-gradient, so only the engine asks for them.
+gradient, so only the engine asks for them. They take no weights in float8 (`scaled.py`).
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from mtp_jax.config import ExpertsConfig, ModelConfig, RopeScaling
+from mtp_jax.models.scaled import BlockScaled, Weight, dense
 from pallas_kernels import few_rows
 
 if TYPE_CHECKING:
@@ -188,14 +189,14 @@ class Around:
 CPU_CACHE_BYTES = 2**24  # a matrix up to this size is still in the last cache when the next row wants it
 
 
-def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def linear(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """x [M, in] times weight [out..., in] -> [M, out...]; fp32 in full precision on every platform.
 
     `out_dtype` keeps more of the sums than x's own type would.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     # One flat matrix: around an output of several axes XLA would transpose the whole weight first.
-    flat = weight.reshape(-1, weight.shape[-1])
+    x, flat = dense(x, weight.reshape(-1, weight.shape[-1]))
 
     def product(x: jax.Array, flat: jax.Array) -> jax.Array:
         contract = (((1,), (1,)), ((), ()))
@@ -213,10 +214,13 @@ def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) 
     return out.reshape(x.shape[0], *weight.shape[:-1])
 
 
-def product(equation: str, *operands: jax.Array, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def product(
+    equation: str, x: jax.Array, weight: Weight, out_dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
     """An einsum, fp32 in full precision on every platform; `out_dtype` keeps more of the sums."""
-    precision = jax.lax.Precision.HIGHEST if operands[0].dtype == jnp.float32 else None
-    return jnp.einsum(equation, *operands, precision=precision, preferred_element_type=out_dtype)
+    x, weight = dense(x, weight)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(equation, x, weight, precision=precision, preferred_element_type=out_dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -299,14 +303,14 @@ def apply_rope(x: jax.Array, tables: Rope) -> jax.Array:
 def norm_qkv_rope(
     x: jax.Array,
     norm: jax.Array,
-    weight: jax.Array,
+    weight: Weight,
     bias: jax.Array | None,
     rope: Rope,
     eps: float,
     kernels: bool,
 ) -> jax.Array:
     """x [M, D] -> [M, G, Q + 2, H]: of each KV head its queries and its key, rotated, and its value."""
-    if kernels and norm.dtype == x.dtype:
+    if kernels and norm.dtype == x.dtype and not isinstance(weight, BlockScaled):
         with contextlib.suppress(few_rows.NotHereError):
             return few_rows.norm_qkv_rope(x, norm, weight, bias, rope, eps)
     qkv = linear(rms_norm(x, norm, eps), weight)
@@ -320,9 +324,9 @@ def split_qkv(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
 
 
-def norm_swiglu(x: jax.Array, norm: jax.Array, gate_up: jax.Array, eps: float, kernels: bool) -> jax.Array:
+def norm_swiglu(x: jax.Array, norm: jax.Array, gate_up: Weight, eps: float, kernels: bool) -> jax.Array:
     """x [M, D] -> [M, F]: gate_up [2, F, D] after a norm, SiLU of the one half times the other."""
-    if kernels and norm.dtype == x.dtype:
+    if kernels and norm.dtype == x.dtype and not isinstance(gate_up, BlockScaled):
         with contextlib.suppress(few_rows.NotHereError):
             return few_rows.norm_swiglu(x, norm, gate_up, eps)
     out = linear(rms_norm(x, norm, eps), gate_up)  # M 2 F
@@ -330,7 +334,7 @@ def norm_swiglu(x: jax.Array, norm: jax.Array, gate_up: jax.Array, eps: float, k
 
 
 def project_add(
-    x: jax.Array, weight: jax.Array, residual: jax.Array | None, reduce: SumOver, kernels: bool
+    x: jax.Array, weight: Weight, residual: jax.Array | None, reduce: SumOver, kernels: bool
 ) -> jax.Array:
     """residual [M, D] + the product of x [M, in] and weight [D, in], summed over the devices with parts.
 
@@ -338,7 +342,7 @@ def project_add(
     """
     if residual is None:
         return reduce(linear(x, weight))
-    if kernels and reduce.over_one_device:
+    if kernels and reduce.over_one_device and not isinstance(weight, BlockScaled):
         with contextlib.suppress(few_rows.NotHereError):
             return reduce(few_rows.project_add(x, weight, residual))
     return residual + reduce(linear(x, weight))

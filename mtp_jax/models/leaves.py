@@ -1,12 +1,15 @@
 """Leaves: the weights of a module, where they lie in a checkpoint and along which axes they are split."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from mtp_jax.models.scaled import LEAST_GROUP, Weight
 
 Read = Callable[[str], np.ndarray]
 Shape = tuple[int, ...]
@@ -39,6 +42,14 @@ class Stored:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReadScaled:
+    """Reads tensors that stay in float8, by their full names."""
+
+    codes: Read
+    scales: Read  # every element's, fp32, in the tensor's shape: so they join as codes do
+
+
+@dataclasses.dataclass(frozen=True)
 class Leaf:
     """One weight of a module: its path there, its shape, its logical axes, and how checkpoints store it."""
 
@@ -47,11 +58,36 @@ class Leaf:
     axes: tuple[str | None, ...]
     stored: tuple[Stored, ...]  # the first one whose tensors are there counts
     dtype: jnp.dtype | None = None  # None: the engine's
+    keeps_codes: bool = True  # whether it may stay in float8; see `never_float8`
 
     @property
     def name(self) -> str:
         """Its dotted path, such as `attention.qkv`."""
         return ".".join(self.path)
+
+    def group(self, prefixes: Iterable[str], blocks: Mapping[str, int], shards: int) -> int | None:
+        """Columns that share a scale where the leaf stays in float8 (`BlockScaled`); None: it does not.
+
+        It stays if all its tensors are float8, in all modules that are stacked in one array. Where columns
+        are grouped into heads, or split, no scale's columns reach over a head's or a shard's end.
+
+        Args:
+          prefixes: of the modules' tensors.
+          blocks: columns that share a scale, of the checkpoint's float8 tensors.
+          shards: devices that the last axis is split over.
+        """
+        if not self.keeps_codes or len(self.shape) < 2:
+            return None
+        found, own, parted = [], self.shape[-1], shards > 1
+        for prefix in prefixes:
+            for name, shape in self.chosen(prefix, blocks).names(prefix, self.shape[0]):
+                if name not in blocks:
+                    return None
+                found.append(min(blocks[name], shape[-1]))
+                parted |= shape[-1] != own
+        if parted or len(set(found)) > 1:
+            found = [math.gcd(own // shards, *found)]
+        return found[0] if found and found[0] >= LEAST_GROUP else None
 
     def chosen(self, prefix: str, names: Collection[str]) -> Stored:
         """How a checkpoint with these tensors stores this leaf; the first way where it has none."""
@@ -109,6 +145,11 @@ def plain(
     return Leaf((path,), shape, axes, (whole(name, stored_shape or shape),))
 
 
+def never_float8(leaf: Leaf) -> Leaf:
+    """The leaf of a weight that has other uses than products, or columns in another order than stored."""
+    return dataclasses.replace(leaf, keeps_codes=False)
+
+
 def norm(path: str, width: int, name: str, zero_centred: bool) -> Leaf:
     """A norm's weights. Those that are stored as their distance from one are applied in fp32 (`rms_norm`)."""
     if not zero_centred:
@@ -158,7 +199,7 @@ def abstract(shape: Shape, dtype: jnp.dtype) -> jax.Array:
     return jnp.zeros(shape, dtype)
 
 
-def merge[M: nnx.Module](graphdef: nnx.GraphDef[M], leaves: Iterable[Leaf], arrays: Iterable[jax.Array]) -> M:
+def merge[M: nnx.Module](graphdef: nnx.GraphDef[M], leaves: Iterable[Leaf], arrays: Iterable[Weight]) -> M:
     """A module from its structure and its leaves' arrays, inside the jitted program."""
     state: dict = {}
     for leaf, array in zip(leaves, arrays, strict=True):

@@ -27,7 +27,7 @@ from mtp_jax.models.layers import (
     rms_norm,
     yarn_magnitude,
 )
-from mtp_jax.models.leaves import Leaf, Make, Stored, inside, norm, plain, reordered
+from mtp_jax.models.leaves import Leaf, Make, Stored, inside, never_float8, norm, plain, reordered
 
 INDEXER_EPS = 1e-6  # of the LayerNorm of indexer keys, whatever rms_norm_eps is
 LATENT_EPS = 1e-6  # of the norms of both latents, likewise
@@ -200,7 +200,7 @@ class Indexer(nnx.Module):
             sorted_rows("k", "wk.weight", (h, d)),
             sorted_rows("k_norm", "k_norm.weight", (h,)),
             sorted_rows("k_norm_bias", "k_norm.bias", (h,)),
-            plain("weights", (i, d), (None, None), "self_attn.indexer.weights_proj.weight"),
+            never_float8(plain("weights", (i, d), (None, None), "self_attn.indexer.weights_proj.weight")),
         )
 
     @staticmethod

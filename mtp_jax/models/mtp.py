@@ -18,7 +18,7 @@ from flax import nnx
 from mtp_jax.config import ModelConfig
 from mtp_jax.models.block import DecoderLayer, LayerKind, layer_leaves
 from mtp_jax.models.layers import Around, Cache, linear, rms_norm
-from mtp_jax.models.leaves import Leaf, Make, inside, norm, plain, reordered
+from mtp_jax.models.leaves import Leaf, Make, inside, never_float8, norm, plain, reordered
 from mtp_jax.models.streams import StreamMixer
 
 # The engine's name of each logical axis where the weights are the MTP module's: these are spread over the
@@ -141,7 +141,7 @@ def mtp_leaves(config: ModelConfig, kind: LayerKind, names: MTPNames) -> tuple[L
     own = (
         own_norm("hidden_norm", names.hidden_norm),
         own_norm("token_norm", names.token_norm),
-        Leaf(("input_proj",), (d, 2 * d), ("mtp_out", None), (projection,)),
+        never_float8(Leaf(("input_proj",), (d, 2 * d), ("mtp_out", None), (projection,))),
         own_norm("final_norm", names.final_norm),
     )
     return own + inner

@@ -19,7 +19,7 @@ from flax import nnx
 
 from mtp_jax.config import ModelConfig, NgramConfig
 from mtp_jax.models.layers import Around, Cache, CacheRows, linear, rms_norm
-from mtp_jax.models.leaves import Leaf, Make, Stored, norm, plain, whole
+from mtp_jax.models.leaves import Leaf, Make, Stored, never_float8, norm, plain, whole
 
 _LOW, _WORD = (1 << 16) - 1, (1 << 32) - 1
 _GAMMA, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -169,7 +169,7 @@ class NgramLayer(nnx.Module):
         return (
             plain("key", (wide, ngram.width), (None, None), "ple.key_proj.weight"),
             plain("value", (d, ngram.width), (None, None), "ple.value_proj.weight"),
-            plain("conv", (wide, taps), (None, None), "ple.conv1d.weight", (wide, 1, taps)),
+            never_float8(plain("conv", (wide, taps), (None, None), "ple.conv1d.weight", (wide, 1, taps))),
             norm("key_norm", wide, "ple.norm_key.weight", zero_centred),
             norm("query_norm", wide, "ple.norm_query.weight", zero_centred),
             norm("conv_norm", wide, "ple.norm_conv.weight", zero_centred),

@@ -4,7 +4,7 @@ Exit codes: 0 if the model fits, 1 if it does not, 2 for a mistake in flags or f
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mtp_jax.config import ModelConfig
@@ -13,7 +13,9 @@ from mtp_jax.engine.build import choose_layout
 from mtp_jax.engine.options import EngineOptions
 from mtp_jax.errors import InvalidValueError, UnsupportedHereError
 from mtp_jax.loading import GGUFFile
+from mtp_jax.loading.formats import planned_blocks
 from mtp_jax.loading.hf_config import config_from_directory
+from mtp_jax.models.registry import expected_tensors
 from mtp_jax.plan.devices import DEVICES, Device
 from mtp_jax.plan.draw import draw_plan
 from mtp_jax.plan.report import as_json, table
@@ -36,8 +38,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "mtp-jax plan") -> int:
         from_file = {} if preset is None else read_file(make_parser(prog), preset)
         options = engine_options(resolve(given, from_file))
         model = read_config(options.model)
-        options = with_layout(options, model, device, devices)
-        plan = draw_plan(model, options, device)
+        float8 = _float8(options.model, model)
+        options = with_layout(options, model, device, devices, float8)
+        plan = draw_plan(model, options, device, float8)
         changes = () if plan.fits else nearest(plan, options)
     except NothingFitsError as error:
         print(f"does not fit: {error.legal}")
@@ -68,7 +71,11 @@ def read_config(model: str | None) -> ModelConfig:
 
 
 def with_layout(
-    options: EngineOptions, model: ModelConfig, device: Device, devices: int | None
+    options: EngineOptions,
+    model: ModelConfig,
+    device: Device,
+    devices: int | None,
+    float8: Mapping[str, int],
 ) -> EngineOptions:
     """The options with numbers for the axes that are `auto`, for so many devices.
 
@@ -81,7 +88,15 @@ def with_layout(
             raise InvalidValueError("--devices", None, "how many there are, where a part of the mesh is auto")
         return options
     has_mtp = model.num_nextn_predict_layers > 0
-    return choose_layout(options, model, Devices(devices), device.usable, has_mtp=has_mtp, on_cpu=False)
+    there = Devices(devices)
+    return choose_layout(options, model, there, device.usable, float8, has_mtp=has_mtp, on_cpu=False)
+
+
+def _float8(model: str | None, config: ModelConfig) -> dict[str, int]:
+    """Columns that share a scale, of each tensor that is in float8 by config.json."""
+    path = Path(model or "").expanduser()
+    directory = path if path.is_dir() else path.parent
+    return {} if path.suffix == ".gguf" else planned_blocks(directory, expected_tensors(config))
 
 
 def _parser(prog: str) -> Parser:

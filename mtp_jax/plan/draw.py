@@ -3,12 +3,14 @@
 import collections
 import dataclasses
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from mtp_jax.config import EngineConfig, ModelConfig
 from mtp_jax.engine.build import draw_layout
 from mtp_jax.engine.memory import MemoryPlan, check_memory, plan_memory
 from mtp_jax.engine.options import EngineOptions, resolve_config
-from mtp_jax.engine.weights import WeightLayout
+from mtp_jax.engine.weights import WeightLayout, with_float8
 from mtp_jax.errors import InvalidValueError
 from mtp_jax.models.registry import expected_tensors, layer_kinds, mtp_tensors
 from mtp_jax.plan.devices import Device
@@ -38,6 +40,7 @@ class Plan:
     layout: WeightLayout
     memory: MemoryPlan
     refusal: str | None  # why it does not fit
+    blocks: Mapping[str, int]  # columns that share a scale, of tensors that are in float8
 
     @property
     def fits(self) -> bool:
@@ -91,14 +94,22 @@ class Plan:
         return tuple(found)
 
 
-def draw_plan(model: ModelConfig, options: EngineOptions, device: Device) -> Plan:
+def draw_plan(
+    model: ModelConfig,
+    options: EngineOptions,
+    device: Device,
+    blocks: Mapping[str, int] = MappingProxyType({}),
+) -> Plan:
     """Plans an engine with these options on as many devices as its mesh has. Needs none of them.
+
+    `blocks`: columns that share a scale, of tensors that are in float8.
 
     Raises:
       InvalidValueError: an option that cannot work on any device.
     """
     config = resolve_config(options, model, has_mtp=model.num_nextn_predict_layers > 0, on_cpu=False)
     layout = draw_layout(model, config, abstract_mesh(config.stages, config.data, config.tensor))
+    layout = with_float8(layout, blocks)
     pages_given = "num_pages" in options.overrides
     memory = plan_memory(layout, config, options.kv_cache_gib, pages_given, device.usable)
     refusal = None
@@ -107,4 +118,4 @@ def draw_plan(model: ModelConfig, options: EngineOptions, device: Device) -> Pla
     except InvalidValueError as error:
         where = "" if error.field == "--model" else f"{error.field}: "
         refusal = f"{where}got {error.got}; expected {error.legal}"
-    return Plan(model, config, device, layout, memory, refusal)
+    return Plan(model, config, device, layout, memory, refusal, blocks)

@@ -26,8 +26,9 @@ def _head(plan: Plan) -> str:
     mtp = f" + {plan.num_mtp_parameters / 1e9:.2f} B in the MTP module" if plan.num_mtp_parameters else ""
     taken = f", of which JAX takes {device.fraction():.0%} ({FRACTION})" if device.is_gpu else ""
     k = config.num_speculative_tokens
+    kind = f"float8 and {config.dtype}" if plan.layout.groups else config.dtype
     lines = [
-        f"model        {model.model_type}, {plan.num_parameters / 1e9:.2f} B parameters{mtp}, {config.dtype}",
+        f"model        {model.model_type}, {plan.num_parameters / 1e9:.2f} B parameters{mtp}, {kind}",
         f"mesh         stage {config.stages} x data {config.data} x tensor {config.tensor} = "
         f"{plan.num_devices} x {device.name} of {device.memory / GIB:.1f} GiB{taken}",
         f"speculation  {f'up to {k} drafts' if config.adaptive_drafts else f'{k} drafts' if k else 'off'}",

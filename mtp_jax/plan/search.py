@@ -89,7 +89,7 @@ def _first(plan: Plan, options: EngineOptions, now: _Choice, choices: Iterable[_
         moved = {name: value for name, value in changed.items() if name != "dtype"}
         new = dataclasses.replace(options, dtype=choice.dtype, kv_cache_gib=None, overrides=kept | moved)
         try:
-            candidate = draw_plan(plan.model, new, plan.device)
+            candidate = draw_plan(plan.model, new, plan.device, plan.blocks)
         except InvalidValueError:
             continue
         if candidate.fits:
@@ -101,4 +101,5 @@ def _first(plan: Plan, options: EngineOptions, now: _Choice, choices: Iterable[_
 def _least_bytes(plan: Plan, choice: _Choice) -> float:
     """Bytes a device below which no layout of the weights can be: spares drawing most choices."""
     weights = plan.num_parameters + (plan.num_mtp_parameters if plan.layout.with_mtp else 0)
-    return weights * jnp.dtype(choice.dtype).itemsize / choice.devices
+    size = 1 if plan.blocks else jnp.dtype(choice.dtype).itemsize  # float8: most weights, never less
+    return weights * size / choice.devices

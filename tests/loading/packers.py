@@ -181,6 +181,20 @@ def nvfp4(name: str, rows: int, columns: int, *, compressed: bool = False, seed:
     return Packed(tensors, result(weight))
 
 
+def mxfp4(name: str, rows: int, columns: int, *, compressed: bool = False, seed: int = 0) -> Packed:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 16, (rows, columns))
+    exponents = rng.integers(110, 130, (rows, columns // 32)).astype(np.uint8)
+    packed = np.zeros((rows, columns // 2), np.uint8)
+    weight = np.zeros((rows, columns))
+    for o in range(rows):
+        for i in range(columns):
+            packed[o, i // 2] |= codes[o, i] << 4 * (i % 2)
+            sign = -1 if codes[o, i] & 8 else 1
+            weight[o, i] = sign * E2M1[codes[o, i] & 7] * 2.0 ** (int(exponents[o, i // 32]) - 127)
+    return Packed({name + "_packed" * compressed: packed, name + "_scale": exponents}, result(weight))
+
+
 def edit_config(directory: Path, **fields: object) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))

@@ -7,7 +7,7 @@ import pytest
 from mtp_jax.loading.compressed import CompressedTensors
 from mtp_jax.loading.fp8 import FP8Format
 from mtp_jax.loading.int4 import AWQ, GPTQ
-from mtp_jax.loading.nvfp4 import ModelOpt
+from mtp_jax.loading.nvfp4 import ModelOpt, Quark
 from mtp_jax.loading.quantised import Format, LogicalTensors
 from tests.loading import packers
 from tests.loading.packers import E4M3, E5M2, E8M0, Packed
@@ -107,6 +107,11 @@ def test_nvfp4(tmp_path):
     packed = packers.nvfp4(W, 6, 48, compressed=True)
     unused = {X + "input_global_scale": np.ones(1, np.float32)}
     check(tmp_path, CompressedTensors(), Packed(packed.tensors | unused, packed.weight))
+
+
+def test_mxfp4(tmp_path):
+    check(tmp_path, Quark(), packers.mxfp4(W, 6, 96))
+    check(tmp_path, CompressedTensors(mxfp4=True), packers.mxfp4(W, 6, 96, compressed=True))
 
 
 def test_one_checkpoint_may_mix(tmp_path):

@@ -10,7 +10,7 @@ from mtp_jax.loading.compressed import CompressedTensors
 from mtp_jax.loading.formats import format_of
 from mtp_jax.loading.fp8 import FP8Format
 from mtp_jax.loading.int4 import AWQ, GPTQ
-from mtp_jax.loading.nvfp4 import ModelOpt
+from mtp_jax.loading.nvfp4 import ModelOpt, Quark
 from mtp_jax.loading.quantised import LogicalTensors
 from tests.loading import packers
 
@@ -24,6 +24,8 @@ GEMM = (AWQ(16), packers.awq(X, 16, 32, 16))
 ORDERED = (GPTQ(16), packers.gptq(X, 16, 32, 16, order="act"))
 PACKED = (CompressedTensors((4,), 16), packers.packed_integers(W, 16, 32, 16, symmetric=False, shuffled=True))
 NVFP4 = (ModelOpt(), packers.nvfp4(W, 4, 32))
+MXFP4 = (Quark(), packers.mxfp4(W, 4, 64))
+QUARK = {"dtype": "fp4", "group_size": 32, "scale_format": "e8m0"}
 PART = "got 'a part of a quantised weight without its other parts'; expected whole weights, of the kind that"
 PART += " config.json's quantization_config says"
 
@@ -114,6 +116,12 @@ def of(shape: tuple[int, ...], kind: type = F32) -> np.ndarray:
             f"{W}_zero_point: got [16, 2]; expected the zero points of {W}_packed, of shape [2, 2]",
         ),
         (NVFP4, {W + "_scale": None}, f"{W}_scale: got 'no such tensor'; expected the scales of {W}"),
+        (MXFP4, {W + "_scale": None}, f"{W}_scale: got 'no such tensor'; expected the scales of {W}"),
+        (
+            MXFP4,
+            {W: np.zeros((4, 24), np.uint8)},
+            f"{W}: got [4, 24]; expected [out, in / 2] for an `in` that is a multiple of 32",
+        ),
         (
             NVFP4,
             {W + "_scale_2": None},
@@ -225,6 +233,15 @@ SKIPPED = {"ignore": ["lm_head", "re:.*mlp.gate$", "re:mtp.*"], "modules_to_not_
         ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ModelOpt()),
         ({"quant_method": "modelopt_fp4"}, ModelOpt()),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "mxfp4-pack-quantized",
+                "config_groups": scheme(type="float", num_bits=4, group_size=32),
+            },
+            CompressedTensors((), None, mxfp4=True),
+        ),
+        ({"quant_method": "quark", "global_quant_config": {"weight": QUARK}}, Quark()),
     ],
 )
 def test_the_description_chooses(tmp_path, fields, form):
@@ -245,7 +262,7 @@ def test_places_of_the_description(tmp_path):
     assert describe(tmp_path, None) is None
 
 
-LEGAL = "one of fp8, compressed-tensors, awq, gptq, modelopt, modelopt_fp4"
+LEGAL = "one of fp8, compressed-tensors, awq, gptq, modelopt, modelopt_fp4, quark"
 SCHEMES = "config_groups: group_0: weights"
 
 
@@ -254,6 +271,10 @@ SCHEMES = "config_groups: group_0: weights"
     [
         ({"quant_method": "bitsandbytes"}, f"quant_method: got 'bitsandbytes'; expected {LEGAL}"),
         ({"bits": 4}, f"quant_method: got None; expected {LEGAL}"),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}},
+            "global_quant_config: weight: dtype: got 'int4'; expected 'fp4' or 'fp8_e4m3' or None",
+        ),
         (
             {"quant_method": "fp8", "weight_block_size": [128]},
             "weight_block_size: got [128]; expected two integers of at least 1, or null",
@@ -275,7 +296,7 @@ SCHEMES = "config_groups: group_0: weights"
         (
             {"quant_method": "compressed-tensors", "format": "marlin-24"},
             "format: got 'marlin-24'; expected 'pack-quantized' or 'float-quantized' or 'naive-quantized' or "
-            "'nvfp4-pack-quantized' or 'mixed-precision' or None",
+            "'nvfp4-pack-quantized' or 'mxfp4-pack-quantized' or 'mixed-precision' or None",
         ),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
