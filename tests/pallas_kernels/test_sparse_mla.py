@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels.sparse_mla import NotHereError, mosaic_gpu, rows, rows_of, sparse_mla
+from pallas_kernels.sparse_mla import NotHereError, mosaic_gpu, pack_rows, packed, rows, rows_of, sparse_mla
 from pallas_kernels.sparse_mla.mosaic_gpu import Tuning
 from pallas_kernels.sparse_mla.shapes import ROW, SCALE, VALUE
 
@@ -55,9 +57,26 @@ def _kernel(case: Case) -> Attention:
     return run
 
 
+def _tpu_kernel(case: Case) -> Attention:
+    def run(q: jax.Array, cache: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+            results = sparse_mla(q, pack_rows(cache), indices, SCALE, implementation="mosaic_tpu")
+            jax.block_until_ready(results)
+        assert not tpu_interpreter.races.races_found
+        return results
+
+    return run
+
+
+def _of_words(case: Case) -> Attention:
+    return lambda q, cache, indices: sparse_mla(q, pack_rows(cache), indices, SCALE, implementation="reference")
+
+
 IMPLEMENTATIONS: dict[str, Callable[[Case], Attention]] = {
     "reference": lambda case: functools.partial(sparse_mla, scale=SCALE, implementation="reference"),
+    "reference, rows in words": _of_words,
     "mosaic_gpu": _kernel,
+    "mosaic_tpu": _tpu_kernel,
 }
 
 
