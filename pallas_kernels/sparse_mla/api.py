@@ -34,7 +34,7 @@ def sparse_mla(
 
     Args:
       q: [T, N, R], absorbed queries: N heads of a latent part and a rotated part.
-      cache: [P, page, R] or [rows, R]; or, as the TPU kernel needs them, such rows as int32 words (`pack_rows`).
+      cache: [P, page, R] or [rows, R]; or, for the TPU kernel, such rows as int32 words (`pack_rows`).
       indices: [T, J] int32, rows of the flattened cache (`rows_of` finds them); negative: none, anywhere.
         What lies behind the last row must not be named.
       scale: of the scores.

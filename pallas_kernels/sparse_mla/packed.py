@@ -1,7 +1,7 @@
 """Latent rows as words of 32 bits, so that a TPU can address one row: what a cache holds there.
 
-Rows of bfloat16 lie in tiles of two (or more) rows, and a DMA of one row cannot be written. A row of words is a
-row of a tile. Word w holds two features, the first in its lower half, so that unpacking moves nothing between lanes:
+Rows of bfloat16 lie in tiles of several rows, of which a DMA cannot take one; a row of words it can. Word w
+holds two features, the first in its lower half, so that unpacking moves nothing between lanes:
 
     words [0, V / 2):           features w and V / 2 + w of the V that are the value
     words [V / 2, R / 2):       the rotated features likewise
