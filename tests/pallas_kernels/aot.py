@@ -1,4 +1,4 @@
-"""Runs scripts that compile for chips that are not there, each in a process of its own; shows what they found."""
+"""Runs scripts that compile for chips that are not there, each in its own process; shows what they found."""
 
 import json
 import subprocess
