@@ -58,7 +58,7 @@ def compile_one(op: str, name: str, run: Callable[..., object], *specs: object) 
 def read_dump(op: str) -> dict[str, int]:
     """Figures of the kernel named `op` that was compiled last; the dump is emptied."""
     folder = Path(DUMP.name)
-    (program,) = folder.glob(f"*-{op}*-01-original.txt")
+    (program,) = folder.glob(f"*-{op}*-post-delay-converter.txt")
     (analysis,) = folder.glob(f"*-{op}*-schedule-analysis_final_bundles.txt")
     (use,) = folder.glob(f"*-{op}*-final_hlo-static-per-bundle-utilization.txt")
     held = re.findall(r"space=vmem, size = (0x[0-9a-f]+)", program.read_text())
