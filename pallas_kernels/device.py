@@ -14,3 +14,8 @@ def on_hopper() -> bool:
     if jax.default_backend() != "gpu":
         return False
     return getattr(jax.devices()[0], "compute_capability", None) == SM_90
+
+
+def on_tpu() -> bool:
+    """Whether this process computes on TPUs."""
+    return jax.default_backend() == "tpu"

@@ -5,10 +5,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import NotHereError, on_hopper
-from pallas_kernels.sparse_mla import mosaic_gpu, reference
+from pallas_kernels.device import NotHereError, on_hopper, on_tpu
+from pallas_kernels.sparse_mla import mosaic_gpu, mosaic_tpu, packed, reference
 
-Implementation = Literal["auto", "mosaic_gpu", "reference"]
+Implementation = Literal["auto", "mosaic_gpu", "mosaic_tpu", "reference"]
 
 
 def sparse_mla(
@@ -34,7 +34,7 @@ def sparse_mla(
 
     Args:
       q: [T, N, R], absorbed queries: N heads of a latent part and a rotated part.
-      cache: [P, page, R] or [rows, R].
+      cache: [P, page, R] or [rows, R]; or, for the TPU kernel, such rows as int32 words (`pack_rows`).
       indices: [T, J] int32, rows of the flattened cache (`rows_of` finds them); negative: none, anywhere.
         What lies behind the last row must not be named.
       scale: of the scores.
@@ -46,17 +46,23 @@ def sparse_mla(
       no row gets 0 and -inf.
 
     Raises:
-      NotHereError: `auto` or `mosaic_gpu`, and no kernel takes this.
+      NotHereError: not `reference`, and no kernel takes this.
       ValueError: shapes that do not belong together.
     """
     _check(q, cache, indices, value_width)
     if implementation == "reference":
         return reference.sparse_mla(q, cache, indices, scale, value_width)
-    reason = mosaic_gpu.why_not(q, cache, value_width)
-    if reason is None and implementation == "auto" and not on_hopper():
-        reason = "it needs a Hopper GPU"
+    if implementation == "auto":
+        implementation = "mosaic_tpu" if on_tpu() else "mosaic_gpu"
+        reason = None if on_tpu() or on_hopper() else "it needs a Hopper GPU or a TPU"
+    else:
+        reason = None
+    kernel = mosaic_tpu if implementation == "mosaic_tpu" else mosaic_gpu
+    reason = kernel.why_not(q, cache, value_width) or reason
     if reason is not None:
         raise NotHereError(f"no sparse MLA kernel here: {reason}")
+    if implementation == "mosaic_tpu":
+        return mosaic_tpu.sparse_mla(q, cache, indices, scale, value_width)
     return mosaic_gpu.sparse_mla(q, cache, indices, scale)
 
 
@@ -69,9 +75,11 @@ def rows_of(positions: jax.Array, table: jax.Array, page_size: int) -> jax.Array
 
 
 def _check(q: jax.Array, cache: jax.Array, indices: jax.Array, value_width: int) -> None:
-    if q.ndim != 3 or cache.ndim not in (2, 3) or cache.shape[-1] != q.shape[-1]:
+    width = packed.num_words(q.shape[-1]) if cache.dtype == jnp.int32 else q.shape[-1]
+    if q.ndim != 3 or cache.ndim not in (2, 3) or cache.shape[-1] != width:
         raise ValueError(
-            f"q must be [T, N, R], cache [P, page, R] or [rows, R], got {q.shape} and {cache.shape}"
+            f"q must be [T, N, R], cache [P, page, R] or [rows, R], or words of such rows, got {q.shape}"
+            f" and {cache.dtype}{cache.shape}"
         )
     if indices.ndim != 2 or indices.shape[0] != q.shape[0] or indices.shape[1] < 1:
         raise ValueError(f"indices must be [{q.shape[0]}, J] with J >= 1, got {indices.shape}")

@@ -3,12 +3,16 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sparse_mla import packed
+
 
 def sparse_mla(
     q: jax.Array, cache: jax.Array, indices: jax.Array, scale: float, value_width: int
 ) -> tuple[jax.Array, jax.Array]:
     """See api.sparse_mla. Gathers all rows at once, so its memory is that of T * J rows in fp32."""
     there = indices >= 0  # T J
+    if cache.dtype == jnp.int32:
+        cache = packed.unpack_rows(cache, q.shape[-1], value_width)
     rows = cache.reshape(-1, cache.shape[-1])[jnp.maximum(indices, 0)].astype(jnp.float32)
     rows = jnp.where(
         there[..., None], rows, 0.0

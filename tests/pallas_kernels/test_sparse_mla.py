@@ -8,11 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels.sparse_mla import NotHereError, mosaic_gpu, rows, rows_of, sparse_mla
+from pallas_kernels.sparse_mla import (
+    NotHereError,
+    mosaic_gpu,
+    mosaic_tpu,
+    pack_rows,
+    packed,
+    rows,
+    rows_of,
+    sparse_mla,
+)
 from pallas_kernels.sparse_mla.mosaic_gpu import Tuning
 from pallas_kernels.sparse_mla.shapes import ROW, SCALE, VALUE
 
@@ -56,9 +67,28 @@ def _kernel(case: Case) -> Attention:
     return run
 
 
+def _tpu_kernel(case: Case) -> Attention:
+    def run(q: jax.Array, cache: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+            results = sparse_mla(q, pack_rows(cache), indices, SCALE, implementation="mosaic_tpu")
+            jax.block_until_ready(results)
+        assert not tpu_interpreter.races.races_found
+        return results
+
+    return run
+
+
+def _of_words(case: Case) -> Attention:
+    return lambda q, cache, indices: sparse_mla(
+        q, pack_rows(cache), indices, SCALE, implementation="reference"
+    )
+
+
 IMPLEMENTATIONS: dict[str, Callable[[Case], Attention]] = {
     "reference": lambda case: functools.partial(sparse_mla, scale=SCALE, implementation="reference"),
+    "reference, rows in words": _of_words,
     "mosaic_gpu": _kernel,
+    "mosaic_tpu": _tpu_kernel,
 }
 
 
@@ -112,11 +142,18 @@ def test_rows_of_positions_follow_the_table() -> None:
     assert rows_of(positions, table, PAGE).tolist() == want
 
 
-def test_results_vary_over_the_mesh_axes_of_the_inputs() -> None:
+def _tpu_traced(q: jax.Array, cache: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return mosaic_tpu.sparse_mla(q, pack_rows(cache), indices, SCALE, VALUE)
+
+
+_gpu_traced = functools.partial(mosaic_gpu.sparse_mla, scale=SCALE, tuning=Tuning(splits=1))
+
+
+@pytest.mark.parametrize("attend", [_gpu_traced, _tpu_traced], ids=["mosaic_gpu", "mosaic_tpu"])
+def test_results_vary_over_the_mesh_axes_of_the_inputs(attend: Attention) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     q, cache, indices = _draw(Case(tokens=2, heads=16, chosen=64))
     rows_of_q, heads = PartitionSpec("data"), PartitionSpec("data", "tensor")
-    attend = functools.partial(mosaic_gpu.sparse_mla, scale=SCALE, tuning=Tuning(splits=1))
     traced = jax.eval_shape(
         jax.shard_map(
             attend,
@@ -127,6 +164,13 @@ def test_results_vary_over_the_mesh_axes_of_the_inputs() -> None:
         *(q, cache, indices),
     )
     assert [x.shape for x in traced] == [(2, 16, VALUE), (2, 16)]
+
+
+def test_words_hold_the_rows_in_whole_lanes() -> None:
+    rows_ = jnp.asarray(np.random.default_rng(0).normal(size=(3, ROW)), jnp.bfloat16)
+    words = pack_rows(rows_)
+    assert words.shape == (3, 384) and words.dtype == jnp.int32
+    assert (packed.unpack_rows(words, ROW, VALUE) == rows_).all() and not words[:, ROW // 2 :].any()
 
 
 def test_says_why_no_kernel_takes_it() -> None:
@@ -140,6 +184,11 @@ def test_says_why_no_kernel_takes_it() -> None:
         refused(jnp.tile(q, (1, 17, 1)), cache, indices)
     with pytest.raises(NotHereError, match="values of 512"):
         refused(q, cache, indices, value_width=256)
+    refused = functools.partial(sparse_mla, scale=SCALE, implementation="mosaic_tpu")
+    with pytest.raises(NotHereError, match="pack_rows"):
+        refused(q, cache, indices)
+    with pytest.raises(NotHereError, match="heads"):
+        refused(q[:, :3], pack_rows(cache), indices)
 
 
 def test_refuses_shapes_that_do_not_belong_together() -> None:
