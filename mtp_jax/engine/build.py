@@ -160,7 +160,7 @@ def draw_blueprint(options: EngineOptions, source: WeightSource | None = None) -
 
 
 def _float8(source: WeightSource, others: str | None) -> dict[str, int]:
-    """Columns that share a scale, of each float8 tensor that is not in another file (`others` begins them)."""
+    """Columns that share a scale, of float8 tensors; names that begin with `others` are in another file."""
     blocks = source.blocks if isinstance(source, SafetensorsDir) else {}
     return {
         name: columns for name, columns in blocks.items() if others is None or not name.startswith(others)

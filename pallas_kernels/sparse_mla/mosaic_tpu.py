@@ -30,8 +30,6 @@ def why_not(q: jax.Array, cache: jax.Array, value_width: int) -> str | None:
         return f"it takes bfloat16 queries and rows in words (pack_rows), got {q.dtype} and {cache.dtype}"
     if value_width % (2 * packed.LANES) or q.shape[2] % 2:
         return f"it takes values of whole {2 * packed.LANES}, got {value_width} of {q.shape[2]}"
-    if q.shape[1] % SUBLANES:
-        return f"it takes heads in whole {SUBLANES}s, got {q.shape[1]}"
     return None
 
 
@@ -39,7 +37,9 @@ def sparse_mla(
     q: jax.Array, cache: jax.Array, indices: jax.Array, scale: float, value_width: int
 ) -> tuple[jax.Array, jax.Array]:
     """See api.sparse_mla; shapes must have passed `why_not`."""
-    (t, n, _), j = q.shape, indices.shape[1]
+    wanted, j = q.shape[1], indices.shape[1]
+    q = jnp.pad(q, ((0, 0), (0, -wanted % SUBLANES), (0, 0)))
+    t, n, _ = q.shape
     blocks = -(-j // KEYS)
     indices = jnp.pad(indices.astype(jnp.int32), ((0, 0), (0, blocks * KEYS - j)), constant_values=-1)
     indices = indices.reshape(t, blocks, KEYS)
@@ -78,7 +78,7 @@ def sparse_mla(
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
         name="sparse_mla",
     )(*operands)
-    return out, lse[:, 0]
+    return out[:, :wanted], lse[:, 0, :wanted]
 
 
 def _token(
