@@ -187,8 +187,8 @@ def test_says_why_no_kernel_takes_it() -> None:
     refused = functools.partial(sparse_mla, scale=SCALE, implementation="mosaic_tpu")
     with pytest.raises(NotHereError, match="pack_rows"):
         refused(q, cache, indices)
-    with pytest.raises(NotHereError, match="heads"):
-        refused(q[:, :3], pack_rows(cache), indices)
+    with pytest.raises(NotHereError, match="values of whole 256, got 300"):
+        refused(q, pack_rows(cache), indices, value_width=300)
 
 
 def test_refuses_shapes_that_do_not_belong_together() -> None:
