@@ -55,11 +55,12 @@ class CompletionOutput:
     index: int  # 0 to n - 1
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str  # a FinishReason: "stop" or "length"
+    finish_reason: str  # a FinishReason: "stop" or "length", or "abort" where `error` says what happened
     stop_reason: int | str | None  # the stop token or stop string that ended it
     acceptance: SpeculationStats  # what speculation did for it
     logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids, where SamplingParams.logprobs asks for them
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens but the first, likewise
+    error: Exception | None = None  # why it could not be finished; see `LLM.generate`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +182,9 @@ class LLM:
           prompts: a text, token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of these.
           sampling_params: one for all, or one a prompt.
 
+        A completion that comes to where it cannot go on (a grammar that no token can follow, a program that
+        cannot be compiled) has an `error`, and the others their text.
+
         Raises:
           InvalidRequestError: a prompt or parameter that cannot be served; nothing has run then.
         """
@@ -276,8 +280,6 @@ class LLM:
                 while unfinished:
                     for output in engine.step():
                         outputs[output.request_id].append(output)
-                        if output.error is not None:
-                            raise output.error
                         if output.finish_reason is not None:
                             unfinished.discard(output.request_id)
                             bar.update()
@@ -332,4 +334,5 @@ def _join(index: int, outputs: list[RequestOutput]) -> CompletionOutput:
         acceptance=last.speculation or SpeculationStats(),
         logprobs=tuple(entry for output in outputs for entry in output.logprobs),
         prompt_logprobs=tuple(entry for output in outputs for entry in output.prompt_logprobs),
+        error=last.error,
     )

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from mtp_jax.engine import guided
 from mtp_jax.errors import InvalidRequestError, InvalidValueError
 from mtp_jax.llm import LLM
 from mtp_jax.request import SamplingParams
+from mtp_jax.text.grammar import json_object
 
 MODEL = Path(__file__).parents[1] / "golden" / "tiny_mimo"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -63,6 +65,20 @@ def test_refusals_leave_nothing_behind(llm: LLM) -> None:
             llm.generate(prompts, params, use_tqdm=False)  # pyright: ignore
         assert caught.value.field == field
     llm.generate("stone", GREEDY, use_tqdm=False)
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def test_a_completion_that_fails_takes_no_other_with_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its grammar takes too long, say."""
+    monkeypatch.setattr(guided, "MASK_SECONDS", 0.0)
+    monkeypatch.setattr(guided, "SLOW_SECONDS", 0.0)
+    params = [SamplingParams(max_tokens=6, structured_outputs=json_object()), GREEDY]
+    (failed,), (other,) = (
+        result.outputs for result in llm.generate(["stone", "sea"], params, use_tqdm=False)
+    )
+    assert failed.finish_reason == "abort" and isinstance(failed.error, InvalidRequestError)
+    assert other.error is None and len(other.token_ids) == 6
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
