@@ -6,7 +6,7 @@ import textwrap
 
 PROGRAM = """
     from mtp_jax.engine.build import construct, draw_blueprint
-from mtp_jax.engine.options import EngineOptions
+    from mtp_jax.engine.options import EngineOptions
     from mtp_jax.request import EngineRequest, SamplingParams
     from tests.parity.rig import TINY, RandomSource
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -153,6 +154,9 @@ def test_nobody_waits_for_compilers_of_the_dead(monkeypatch: pytest.MonkeyPatch,
         leader.announce(BUCKET)()
     for channel in (other._channel, *(peer.channel for peer in leader._peers.values())):
         channel.close()
+    for thread in threading.enumerate():  # while it cannot end this process
+        if thread.name == "mtp-jax-leader":
+            thread.join(10)
 
 
 def test_who_does_not_come_is_named() -> None:
