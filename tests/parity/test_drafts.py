@@ -16,6 +16,7 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.options import EngineOptions
 from mtp_jax.loading.mtp_head import DRAFT_VOCAB_IDS
 from mtp_jax.models.registry import mtp_tensors
+from mtp_jax.request import EngineRequest
 from tests.parity.engines import MOST_TOKENS, prompts, reference, shared_engine
 from tests.parity.rig import (
     TINY,
@@ -109,11 +110,10 @@ def test_drafts_after_plain_rounds_are_those_of_steady_speculation(stages: int) 
 
     def drafts_at_the_end(sequence: list[int]) -> np.ndarray:
         engine = renew(switching_engine(stages))
-        wander(engine, iter(sequence))
-        prompt = prompts()[4]
-        engine_jobs = {"one": Job(prompt, greedy(MOST_TOKENS), seed=1000)}
-        with pytest.raises(StopIteration):  # the sequence is over before the request is
-            run_jobs(engine, engine_jobs)
+        chooser = wander(engine, iter(sequence))
+        engine.add_request(EngineRequest("one", prompts()[4], greedy(MOST_TOKENS), seed=1000))
+        while len(chooser.used) < len(sequence):  # it is over before the request is
+            engine.step()
         assert engine.stats().num_accepted_tokens == 0, "a rejected draft a round, so that positions agree"
         slots = state_of(engine).slots
         return np.asarray(slots.drafts)[0], int(slots.length[0])
