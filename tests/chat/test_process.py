@@ -45,7 +45,7 @@ class Screen:
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
-    def until(self, pattern: str, seconds: float = 60.0) -> str:
+    def until(self, pattern: str, seconds: float = 240.0) -> str:
         """Waits for new text that matches; everything up to it."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
