@@ -189,4 +189,4 @@ def test_the_module_itself_is_the_command() -> None:
     command = [sys.executable, "-m", "mtp_jax.serve", "--stages", "x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr == "mtp_jax.serve: --stages: got 'x'; expected an integer of at least 0\n"
+    assert done.stderr == "mtp_jax.serve: --stages: got 'x'; expected 'auto' or an integer of at least 0\n"
