@@ -134,7 +134,8 @@ class Tool(Body):
     def as_template_tool(self) -> dict[str, object]:
         """The tool for a chat template, in OpenAI's shape."""
         function = self.function.model_dump(exclude_none=True)
-        return {"type": "function", "function": {"parameters": {}, "description": "", **function}}
+        # A template prints the keys in this order, and models were trained on it.
+        return {"type": "function", "function": {"name": "", "description": "", "parameters": {}, **function}}
 
 
 class NamedFunction(Body):

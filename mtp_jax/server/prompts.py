@@ -183,6 +183,7 @@ async def chat_requests(
 
 def _showing_marks(engine: EngineCore, params: SamplingParams, plan: TurnPlan) -> SamplingParams:
     """Parameters under which the parsers get to see their marks, if these are special tokens."""
-    if plan.marks() & engine.tokenizer.special_texts:
+    marks = plan.marks()  # a special token may be a piece of one, as DeepSeek-V3.2's ｜DSML｜ is
+    if any(special in mark for special in engine.tokenizer.special_texts for mark in marks):
         return dataclasses.replace(params, skip_special_tokens=False)
     return params

@@ -67,7 +67,7 @@ class TurnPlan:
         """The prompt with the turn begun, and the plan that knows how it ends."""
         inside = self.reasoning and prompt.rstrip().endswith(THINK)
         if inside and (self.opening or self.has_grammar):
-            return f"{prompt}{END_THINK}\n\n{self.opening}", self
+            return f"{prompt}{END_THINK}\n\n{self.opening.lstrip()}", self
         return prompt + self.opening, dataclasses.replace(self, inside_reasoning=inside)
 
     def marks(self) -> set[str]:

@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from mtp_jax.server.launch import read_template
-from mtp_jax.server.messages import ChatMessage
+from mtp_jax.server.messages import ChatMessage, Tool
+from mtp_jax.server.turns import Dialect, plan_turn
 from mtp_jax.text import Tokenizer
 from mtp_jax.text.from_hf import tokenizer_from_directory
 from tests.server.running import LocalServer, local_server
@@ -162,8 +163,13 @@ def test_half_a_surrogate_pair_in_a_call(client: openai.OpenAI) -> None:
     assert _streamed(client, text)["calls"][0][1] == call.function.arguments
 
 
-def test_special_marks_are_shown_to_the_parser() -> None:
-    with local_server(*FLAGS) as server:
+@pytest.mark.parametrize(
+    ("parser", "special"),
+    [("hermes", "<tool_call>"), ("deepseek_v32", "｜DSML｜")],
+    ids=["a mark", "a piece of marks"],
+)
+def test_special_marks_are_shown_to_the_parser(parser: str, special: str) -> None:
+    with local_server(*FLAGS, "--tool-call-parser", parser) as server:
         seen = []
         original = server.engine.add_request
         server.engine.add_request = lambda request: (
@@ -171,10 +177,24 @@ def test_special_marks_are_shown_to_the_parser() -> None:
             original(request),
         )[1]
         body = {"messages": [{"role": "user", "content": "a!"}], "tools": [TOOL]}
-        for special in (frozenset(), frozenset({"<tool_call>"})):
-            server.engine.tokenizer.special_texts = special
+        for texts in (frozenset(), frozenset({"<|pad|>"}), frozenset({"<|pad|>", special})):
+            server.engine.tokenizer.special_texts = texts
             assert httpx.post(server.url + "/v1/chat/completions", json=body).status_code == 200
-        assert seen == [True, False]
+        assert seen == [True, True, False]
+
+
+def test_a_template_gets_a_tool_in_the_order_that_models_know() -> None:
+    """Templates print it as it comes: the name first, then what it is for, then its parameters."""
+    function = Tool.model_validate(TOOL).as_template_tool()["function"]
+    assert list(function.items()) == list(TOOL["function"].items())  # pyright: ignore
+
+
+@pytest.mark.parametrize("end", ["</think>", "<think>"])
+def test_a_call_begins_a_paragraph_where_its_format_wants_one(end: str) -> None:
+    plan = plan_turn(Dialect(True, "deepseek_v32"), [Tool.model_validate(TOOL)], "required", None)
+    text, _ = plan.begin(f"<｜Assistant｜>{end}")
+    opened = "<think></think>" if end == "<think>" else "</think>"
+    assert text == f'<｜Assistant｜>{opened}\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="'
 
 
 def test_parsers_can_be_chosen() -> None:

@@ -1,5 +1,6 @@
 """The prompt format of DeepSeek-V3.2, which its publisher gives as a program: written out by hand here."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -21,7 +22,41 @@ TOOL = {
     "type": "function",
     "function": {"name": "find", "parameters": {"type": "object", "properties": {"was": {"type": "string"}}}},
 }
-ABOUT_TOOLS = "\n\n## Tools\nYou have access to a set of tools you can use to answer the user's question.\n"
+# Paragraphs are apart by an empty line each, as in the outputs that are published beside the program.
+ABOUT_TOOLS = """
+
+## Tools
+
+You have access to a set of tools you can use to answer the user's question.
+You can invoke functions by writing a "<｜DSML｜function_calls>" block like the following as part of your reply to the user:
+<｜DSML｜function_calls>
+<｜DSML｜invoke name="$FUNCTION_NAME">
+<｜DSML｜parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</｜DSML｜parameter>
+...
+</｜DSML｜invoke>
+<｜DSML｜invoke name="$FUNCTION_NAME2">
+...
+</｜DSML｜invoke>
+</｜DSML｜function_calls>
+
+String and scalar parameters should be specified as is without any escaping or quotes, while lists and objects should \
+use JSON format. The "string" attribute should be set to "true" for string type parameters and "false" for other types \
+(numbers, booleans, arrays, objects).
+
+If the thinking_mode is enabled, then after function results you should strongly consider outputting a thinking block. \
+Here is an example:
+
+<｜DSML｜function_calls>
+...
+</｜DSML｜function_calls>
+
+<function_results>
+...
+</function_results>
+
+<think>...thinking about results</think>
+
+"""  # noqa: E501 - the model's own lines
 FUNCTIONS = (
     "Here are the functions available in JSONSchema format:\n<functions>\n"
     '{"name": "find", "parameters": {"type": "object", "properties": {"was": {"type": "string"}}}}\n'
@@ -117,12 +152,10 @@ def test_prompts(
 @pytest.mark.parametrize("system", [True, False])
 def test_tools(tokenizer: Tokenizer, system: bool) -> None:
     """They are told of behind the system's message, or before everything where there is none."""
-    text = tokenizer.apply_chat_template(TALK[0:2] if system else TALK[1:2], tools=[TOOL])
-    begin, end = BOS + ("Be brief." if system else "") + ABOUT_TOOLS, f"{FUNCTIONS}{USER}one?{REPLY}</think>"
-    assert text.startswith(begin) and text.endswith(end)
-    middle = text[len(begin) : -len(end)].splitlines()
-    assert len(middle) == 19 and middle[1] == "<｜DSML｜function_calls>"
-    assert middle[-1] == "<think>...thinking about results</think>"
+    text = tokenizer.apply_chat_template(TALK[0:2] if system else TALK[1:2], tools=[TOOL, TOOL])
+    before = BOS + ("Be brief." if system else "")
+    functions = FUNCTIONS.replace("\n</functions>", f"\n{json.dumps(TOOL['function'])}\n</functions>")
+    assert text == f"{before}{ABOUT_TOOLS}{functions}{USER}one?{REPLY}</think>"
 
 
 @pytest.mark.parametrize(

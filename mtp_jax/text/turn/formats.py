@@ -159,7 +159,7 @@ DEEPSEEK_V32 = Format(
     end=f"</{_DSML}invoke>",
     read=_read_deepseek_v32,
     opening=lambda name: (
-        f'<{_DSML}function_calls>\n<{_DSML}invoke name="' + ("" if name is None else f'{name}">\n')
+        f'\n\n<{_DSML}function_calls>\n<{_DSML}invoke name="' + ("" if name is None else f'{name}">\n')
     ),
     quotes=(f"<{_DSML}parameter", f"</{_DSML}parameter>"),
     wrappers=(f"<{_DSML}function_calls>", f"</{_DSML}function_calls>"),
