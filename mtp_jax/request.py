@@ -59,6 +59,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # logits of tokens in prompt or completion shrink by this factor
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # token id, added to its logit
     allowed_token_ids: tuple[int, ...] | None = None  # no others are sampled
+    banned_token_ids: tuple[int, ...] = ()  # never sampled
     bad_words: tuple[str, ...] = ()  # texts whose tokens never follow each other
     logprobs: int | None = None  # report each token's log-probability, and of so many alternatives
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
@@ -75,7 +76,8 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop_token_ids", "banned_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         bias = self.logit_bias
@@ -126,6 +128,7 @@ class SamplingParams:
                 allowed is None or (len(allowed) > 0 and all(0 <= t < 2**31 for t in allowed)),
                 "null or at least one token id",
             ),
+            ("banned_token_ids", all(0 <= t < 2**31 for t in self.banned_token_ids), "token ids"),
             ("bad_words", all(word.strip() for word in self.bad_words), "strings that are not blank"),
             (
                 "bad_words",
@@ -145,8 +148,8 @@ class SamplingParams:
     def shapes_logits(self) -> bool:
         """Whether it asks for more than temperature, top-k and top-p."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
-        masks = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens
-        masks = masks or self.structured_outputs is not None
+        masks = self.logit_bias or self.allowed_token_ids is not None or self.banned_token_ids
+        masks = masks or self.bad_words or self.min_tokens or self.structured_outputs is not None
         return any(penalties) or bool(masks) or (self.min_p > 0 and self.temperature > 0)
 
     def end_token_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -160,6 +163,7 @@ class SamplingParams:
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": tuple(dict(self.logit_bias)),
             "allowed_token_ids": self.allowed_token_ids or (),
+            "banned_token_ids": self.banned_token_ids,
         }
         for name, tokens in ids.items():
             wrong = [token for token in tokens if token >= vocab_size]

@@ -110,7 +110,7 @@ def slot_arrays(installation: Installation, padded_vocab: int) -> ShapingState:
     for token, value in dict(params.logit_bias).items():
         bias[token] += value
     single = [word[0] for word in shaping.bad_word_ids if len(word) == 1]
-    bias[_within(single, padded_vocab)] = -np.inf
+    bias[[*params.banned_token_ids, *_within(single, padded_vocab)]] = -np.inf
     marks = np.bincount(np.array(emitted, np.int64), minlength=padded_vocab).astype(np.int32)
     marks[_within(shaping.stop_token_ids, padded_vocab)] |= IS_STOP
     marks[_within(shaping.token_ids[: shaping.num_prompt_tokens], padded_vocab)] |= IN_PROMPT
@@ -168,15 +168,18 @@ def check_something_is_left(
     """Raises InvalidRequestError where masks leave no token that could be sampled."""
     if not params.shapes_logits:
         return
-    banned = {word[0] for word in bad_words if len(word) == 1}
+    banned = {word[0] for word in bad_words if len(word) == 1 and word[0] < vocab_size}
+    banned |= set(params.banned_token_ids)
     stops = banned | set(stop_token_ids)
     if params.allowed_token_ids is None:  # counted, for a vocabulary is large
-        field, is_left, goes_on = "bad_words", len(banned) < vocab_size, len(stops) < vocab_size
+        field = "banned_token_ids" if params.banned_token_ids else "bad_words"
+        is_left, goes_on = len(banned) < vocab_size, len(stops) < vocab_size
     else:
         allowed = set(params.allowed_token_ids)
         field, is_left, goes_on = "allowed_token_ids", bool(allowed - banned), bool(allowed - stops)
     if not is_left:
-        raise InvalidRequestError(field, "no token left", "at least one token that is no bad word")
+        legal = "at least one token that is neither banned nor a bad word"
+        raise InvalidRequestError(field, "no token left", legal)
     if params.min_tokens and not goes_on:
         raise InvalidRequestError(
             field, "stop tokens only", "at least one other token while min_tokens lasts"

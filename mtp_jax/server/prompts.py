@@ -103,7 +103,7 @@ def _check_length(
 
 def _check_params(engine: EngineCore, params: SamplingParams) -> None:
     size = engine.model_config.vocab_size
-    for name in ("stop_token_ids", "allowed_token_ids"):
+    for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
         count = len(getattr(params, name) or ())
         if count > size:
             raise ApiError(400, f"{name}: got {count} ids; expected at most {size}", name, "invalid_value")

@@ -99,6 +99,7 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    banned_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = None
@@ -207,6 +208,7 @@ class SamplingBody(Body):
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logit_bias={int(key): bias for key, bias in (self.logit_bias or {}).items()},
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            banned_token_ids=tuple(self.banned_token_ids or ()),
             bad_words=tuple(self.bad_words or ()),
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,

@@ -212,6 +212,7 @@ def shaped(
         logits[[i for i in range(VOCAB) if i not in params.allowed_token_ids]] = -np.inf
     for token, bias in dict(params.logit_bias).items():
         logits[token] += bias
+    logits[list(params.banned_token_ids)] = -np.inf
     if len(emitted) < params.min_tokens:
         logits[[*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))]] = -np.inf
     for token in set(text):

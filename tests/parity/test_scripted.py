@@ -196,6 +196,14 @@ def shaping_cases() -> dict[str, tuple[tuple[int, ...], SamplingParams]]:
         (loop[0],),
         params(allowed_token_ids=allowed, logit_bias={loop[1]: 100}, max_tokens=9),
     )
+    cases["banned"] = (
+        (loop[0],),
+        params(banned_token_ids=(loop[1], EOS), logit_bias={loop[1]: 100}, max_tokens=9, logprobs=2),
+    )
+    cases["allowed, banned"] = (
+        (loop[0],),
+        params(allowed_token_ids=allowed, banned_token_ids=(loop[0], 3), max_tokens=9),
+    )
     cases["bad words"] = ((count[0],), params(bad_words=("four five", "six"), max_tokens=16))
     cases["bad first words"] = ((count[2],), params(bad_words=("five six seven",), max_tokens=16))
     for least in range(7):

@@ -35,6 +35,7 @@ COMPLETIONS: dict[str, dict] = {
         "repetition_penalty": 1.1,
     },
     "masks": {"allowed_token_ids": [3, 4, 5], "logit_bias": {"4": 2, "9": 100}, "bad_words": ["one"]},
+    "banned": {"prompt": " red", "banned_token_ids": [chain("loop")[1], 4], "logprobs": 2},
     "characters": {"prompt": [chain("bytes")[:1]], "max_tokens": 11, "logprobs": 1, "echo": True},
     "sampled": {"temperature": 0.8, "seed": 3, "n": 3, "min_p": 0.05, "logprobs": 1},
     "ids": {"prompt": [[3, 4], [5]], "n": 2, "temperature": 1.0, "seed": 1, "echo": True},
@@ -202,7 +203,12 @@ def test_best_of_answers_the_likeliest(servers: dict[str, httpx.Client]) -> None
 def test_masks_that_leave_nothing(servers: dict[str, httpx.Client]) -> None:
     """Only the engine knows; the request is refused, and the others go on."""
     word = PIECES[5].decode()
-    for more in ({"bad_words": [word.strip()]}, {"min_tokens": 2, "stop_token_ids": [5]}):
+    nothing = (
+        {"bad_words": [word.strip()]},
+        {"banned_token_ids": [4, 5]},
+        {"min_tokens": 2, "stop_token_ids": [5]},
+    )
+    for more in nothing:
         body = {"prompt": PROMPT, "max_tokens": 4, "allowed_token_ids": [5], "temperature": 0} | more
         answer = servers["good"].post("/v1/completions", json=body)
         assert answer.status_code == 400
