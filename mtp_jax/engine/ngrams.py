@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from mtp_jax.config import NgramConfig
 from mtp_jax.models.ngram import ngram_rows
+from mtp_jax.models.scaled import Weight, take
 from sharding.placement import HEAD_AXES
 
 
@@ -14,7 +15,8 @@ from sharding.placement import HEAD_AXES
 class NgramTable:
     """One device's share, inside shard_map."""
 
-    table: jax.Array  # parts / devices, rows a part, width of a head
+    table: Weight  # parts / devices, rows a part, width of a head
+    dtype: jnp.dtype  # of embeddings
     config: NgramConfig
     whole: bool  # every device has all of it
 
@@ -27,10 +29,10 @@ class NgramTable:
         text = jnp.concatenate([context, tokens], axis=1)
         windows = jnp.stack([text[:, first : first + t] for first in range(self.config.order)], axis=2)
         rows = ngram_rows(windows.reshape(b * t, -1), self.config)
-        flat = self.table.reshape(-1, self.table.shape[2])
-        local = rows if self.whole else rows - jax.lax.axis_index(HEAD_AXES) * flat.shape[0]
-        mine = (local >= 0) & (local < flat.shape[0]) & (tokens.reshape(-1, 1) >= 0)
-        found = flat[jnp.clip(local, 0, flat.shape[0] - 1)]  # B * T, heads, width
+        count = self.table.shape[0] * self.table.shape[1]
+        local = rows if self.whole else rows - jax.lax.axis_index(HEAD_AXES) * count
+        mine = (local >= 0) & (local < count) & (tokens.reshape(-1, 1) >= 0)
+        found = take(self.table, jnp.clip(local, 0, count - 1), self.dtype)  # B * T, heads, width
         found = jnp.where(mine[:, :, None], found, jnp.zeros((), found.dtype))
         found = found if self.whole else jax.lax.psum(found, HEAD_AXES)
         return found.reshape(b, t, -1)

@@ -92,7 +92,7 @@ class Program:
         ngrams = None
         if weights.ngrams is not None and layout.model.ngram is not None:
             whole = "ngram_parts" in layout.placement.replicated
-            ngrams = NgramTable(weights.ngrams, layout.model.ngram, whole)
+            ngrams = NgramTable(weights.ngrams, layout.dtype, layout.model.ngram, whole)
         runners = self._layer_runners()
         return Ring(bucket, layout.plan, layers, runners, head, plan, self._shares_experts, ngrams)
 

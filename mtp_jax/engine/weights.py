@@ -33,6 +33,8 @@ from mtp_jax.models.scaled import CODES, SCALES, BlockScaled, Weight
 from sharding.placement import Placement
 from sharding.stage_plan import StagePlan
 
+NGRAMS_KEY = "ngrams"  # the name of their table in `WeightLayout.groups`
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Weights:
     final_norm: tuple[jax.Array, ...]  # leaves of `final_leaves`
     mtp: tuple[Weight, ...] | None  # None where the engine drafts nothing
     draft_head: DraftHead | None  # None where drafts are chosen among all rows of the LM head
-    ngrams: jax.Array | None = None  # `table_leaf`; None: the model has no n-gram embeddings
+    ngrams: Weight | None = None  # `table_leaf`; None: the model has no n-gram embeddings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ class WeightLayout:
     dtype: jnp.dtype
     with_mtp: bool
     draft_vocab: int | None = None  # ids that drafts are chosen from; None: all of them
-    # Columns that share a scale, of each leaf that stays in float8, by `slot_key` or `mtp_key`
+    # Columns that share a scale, of each leaf that stays in float8, by `slot_key`, `mtp_key` or NGRAMS_KEY
     groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def slot_kind(self, slot: int) -> LayerKind:
@@ -95,7 +97,7 @@ class WeightLayout:
         return final_leaves(self.model)
 
     @property
-    def _ngram_leaf(self) -> Leaf | None:
+    def ngram_leaf(self) -> Leaf | None:
         return None if self.model.ngram is None else table_leaf(self.model)
 
     @property
@@ -136,7 +138,7 @@ class WeightLayout:
             final_norm=tuple(spec(*leaf.axes) for leaf in self._final_leaves),
             mtp=tuple(self._spec(mtp_key(leaf), leaf) for leaf in self.mtp_leaves) if self.with_mtp else None,
             draft_head=DraftHead(rows, spec("vocab")) if self.draft_vocab else None,
-            ngrams=None if self._ngram_leaf is None else spec(*self._ngram_leaf.axes),
+            ngrams=None if self.ngram_leaf is None else self._spec(NGRAMS_KEY, self.ngram_leaf),
         )
 
     def shapes(self) -> Weights:
@@ -158,7 +160,7 @@ class WeightLayout:
             if self.with_mtp
             else None,
             draft_head=self._draft_head_shapes(),
-            ngrams=None if self._ngram_leaf is None else array(*self._ngram_leaf.shape),
+            ngrams=None if self.ngram_leaf is None else self._shape(NGRAMS_KEY, self.ngram_leaf),
         )
 
     def _spec(self, key: str, leaf: Leaf, *lead: str) -> Weight:
@@ -243,8 +245,15 @@ class WeightLayout:
         rows = zip(self._final_leaves, shapes.final_norm, specs.final_norm, strict=True)
         final_norm = tuple(place(LeafReader(leaf, read, names).whole, *of) for leaf, *of in rows)
         ngrams = mtp = None
-        if self._ngram_leaf is not None and shapes.ngrams is not None and specs.ngrams is not None:
-            ngrams = place(LeafReader(self._ngram_leaf, read, names).whole, shapes.ngrams, specs.ngrams)
+        if self.ngram_leaf is not None and shapes.ngrams is not None and specs.ngrams is not None:
+            ngrams = place_leaf(
+                place,
+                lambda reader, like: reader.whole,
+                functools.partial(LeafReader, self.ngram_leaf, names=names),
+                (read, scaled),
+                shapes.ngrams,
+                specs.ngrams,
+            )
         if shapes.mtp is not None and specs.mtp is not None:
             assert read_mtp is not None
             rows = zip(self.mtp_leaves, shapes.mtp, specs.mtp, strict=True)
@@ -338,4 +347,6 @@ def with_float8(layout: WeightLayout, blocks: Mapping[str, int]) -> WeightLayout
             add(slot_key(slot, leaf), leaf, [layer_prefix(layer) for layer in layers if layer is not None])
     for leaf in layout.mtp_leaves if blocks and layout.with_mtp else ():
         add(mtp_key(leaf), leaf, [mtp_prefix(layout.model)])
+    if blocks and layout.ngram_leaf is not None:
+        add(NGRAMS_KEY, layout.ngram_leaf, [""])
     return dataclasses.replace(layout, groups=groups)

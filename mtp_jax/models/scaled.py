@@ -57,9 +57,27 @@ def dense(x: jax.Array, weight: Weight) -> tuple[jax.Array, jax.Array]:
     # Dequantised not before x is there: else the compiler may do it for all layers ahead of the loop around
     # them, and keep what it got.
     x, codes, scales = jax.lax.optimization_barrier((x, weight.codes, weight.scales))
-    spread = jnp.broadcast_to(scales[..., None], (*scales.shape, weight.group))
+    return x, _values(codes, scales, weight.group, x.dtype)
+
+
+def take(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows [..., columns] of a table [..., columns]: those at `rows` [...], counted over its leading axes.
+
+    Those of float8 are dequantised as `dense` does, after they are found.
+    """
+
+    def found(table: jax.Array) -> jax.Array:
+        return table.reshape(-1, table.shape[-1])[rows]
+
+    if not isinstance(weight, BlockScaled):
+        return found(weight)
+    return _values(found(weight.codes), found(weight.scales), weight.group, dtype)
+
+
+def _values(codes: jax.Array, scales: jax.Array, group: int, dtype: jnp.dtype) -> jax.Array:
+    spread = jnp.broadcast_to(scales[..., None], (*scales.shape, group))
     spread = spread.reshape(*scales.shape[:-1], -1)[..., : codes.shape[-1]]
     values = codes.astype(SCALES) * spread
-    if x.dtype != jnp.bfloat16:  # not two casts, which the compiler would take for none
+    if dtype != jnp.bfloat16:  # not two casts, which the compiler would take for none
         values = jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
-    return x, values.astype(x.dtype)
+    return values.astype(dtype)

@@ -33,7 +33,7 @@ def quantised(
 
 def write(
     folder: Path,
-    model: str,
+    model: str | Path,
     block: tuple[int, int],
     *,
     ue8m0: bool = False,
@@ -43,7 +43,7 @@ def write(
 
     Args:
       folder: exists.
-      model: which golden one.
+      model: which golden one, or a directory like theirs.
       block: rows and columns that share a scale.
       ue8m0: whether scales are powers of two, stored as float8_e8m0fnu.
       kept: parts of names of further tensors that are not quantised.

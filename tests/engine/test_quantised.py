@@ -1,12 +1,15 @@
 """A checkpoint of float8 blocks stays in float8, and equals its dequantised twin."""
 
 import functools
+import json
+import shutil
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from mtp_jax.convert import convert
 from mtp_jax.engine.build import Blueprint, draw_blueprint
@@ -21,6 +24,7 @@ from mtp_jax.models.scaled import BlockScaled
 from mtp_jax.plan.devices import DEVICES
 from mtp_jax.plan.draw import draw_plan
 from tests.engine import fp8_checkpoint
+from tests.loading.packers import edit_config
 from tests.parity.rig import Job, greedy, make_engine, run_jobs, tokens_of
 
 RAGGED = (7, 12)  # neither divides the widths, 8 to 64: most last blocks are partial
@@ -154,4 +158,46 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 def test_text_is_that_of_the_twin(folders: dict[str, Path], model: str, stages: int, tensor: int) -> None:
     packed, expected = written(folders[model], model)
+    assert texts(packed, stages=stages, tensor=tensor, num_speculative_tokens=2) == expected
+
+
+# The table of n-grams: half of Qwen4Exp's bytes. The golden model's rows are too short for scales.
+
+NUM_HEADS, ROW = (
+    8,
+    12,
+)  # rows of the table for a token, and their width: a block of 8 columns and a partial one
+
+
+def wide_table(folder: Path) -> Path:
+    """The golden Qwen4Exp with longer rows in its table of n-grams."""
+    made = Path(shutil.copytree(fp8_checkpoint.GOLDEN / "tiny_qwen4_exp", folder / "wide"))
+    rng, tensors = np.random.default_rng(3), load_file(made / "model.safetensors")
+    for name, value in tensors.items():
+        if ".ngram_embedding." in name:
+            tensors[name] = rng.normal(size=(value.shape[0], ROW)).astype(np.float32)
+        elif name.endswith(("ple.key_proj.weight", "ple.value_proj.weight")):
+            wide = rng.normal(scale=0.3, size=(value.shape[0], NUM_HEADS * ROW))
+            tensors[name] = wide.astype(np.float32)
+    save_file(tensors, made / "model.safetensors")
+    text = json.loads((made / "config.json").read_text())["text_config"]
+    edit_config(made, text_config=text | {"ple_embed_dim": NUM_HEADS * ROW})
+    return made
+
+
+def test_a_table_of_ngrams_stays_in_float8(tmp_path: Path) -> None:
+    stages, tensor = 2, 2
+    packed, plain = fp8_checkpoint.write(tmp_path, wide_table(tmp_path), EVEN)
+    got, blueprint = arrays(packed, stages=stages, tensor=tensor)
+    check_twins(got, arrays(plain, stages=stages, tensor=tensor)[0])
+    assert isinstance(got.ngrams, BlockScaled) and got.ngrams.scales.shape[-1] == 2
+    held = {shard.data.nbytes for leaf in jax.tree.leaves(got.ngrams) for shard in leaf.addressable_shards}
+    assert sum(held) == blueprint.memory.parts.ngrams
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "tensor"), LAYOUTS[:2] + LAYOUTS[3:])
+def test_text_with_a_table_of_ngrams_in_float8(tmp_path: Path, stages: int, tensor: int) -> None:
+    packed, plain = fp8_checkpoint.write(tmp_path, wide_table(tmp_path), EVEN)
+    expected = texts(plain, num_speculative_tokens=0)
     assert texts(packed, stages=stages, tensor=tensor, num_speculative_tokens=2) == expected
