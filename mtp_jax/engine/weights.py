@@ -246,14 +246,9 @@ class WeightLayout:
         final_norm = tuple(place(LeafReader(leaf, read, names).whole, *of) for leaf, *of in rows)
         ngrams = mtp = None
         if self.ngram_leaf is not None and shapes.ngrams is not None and specs.ngrams is not None:
-            ngrams = place_leaf(
-                place,
-                lambda reader, like: reader.whole,
-                functools.partial(LeafReader, self.ngram_leaf, names=names),
-                (read, scaled),
-                shapes.ngrams,
-                specs.ngrams,
-            )
+            reader = functools.partial(LeafReader, self.ngram_leaf, names=names)
+            of = (read, scaled), shapes.ngrams, specs.ngrams
+            ngrams = place_leaf(place, lambda reader, like: reader.whole, reader, *of)
         if shapes.mtp is not None and specs.mtp is not None:
             assert read_mtp is not None
             rows = zip(self.mtp_leaves, shapes.mtp, specs.mtp, strict=True)

@@ -100,8 +100,14 @@ class CountBody(Body):
     @field_validator("messages")
     @classmethod
     def _messages(cls, value: list[Message]) -> list[Message]:
-        if not value or value[-1].role != "user":
-            raise invalid("at least one message, the last of them the user's")
+        if not value:
+            raise invalid("at least one message")
+        last = value[-1]
+        blocks = [] if isinstance(last.content, str) else last.content
+        texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+        said = last.content if isinstance(last.content, str) else "".join(texts)
+        if last.role == "assistant" and (len(texts) < len(blocks) or not said.strip()):
+            raise invalid("text alone in a last message of the assistant's, which the answer goes on with")
         return value
 
     @field_validator("tools")
@@ -119,6 +125,8 @@ class CountBody(Body):
             "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
             "response_format": None if self.output_config is None else self.output_config.as_chat(),
         }
+        if self.messages[-1].role == "assistant":  # a prefill
+            fields["continue_final_message"] = True
         if self.tool_choice is not None:
             fields |= _chat_choice(self.tool_choice)
         if self.thinking is not None:  # two names, for templates have two
@@ -161,7 +169,10 @@ def _text(content: str | list[TextBlock]) -> str:
 
 
 def _chat_messages(message: Message) -> list[dict[str, object]]:
-    """One message as OpenAI's API has it: results of tools are messages of their own there."""
+    """One message as OpenAI's API has it: results of tools are messages of their own there.
+
+    It has no `is_error`, nor have templates: the text says so.
+    """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     blocks = message.content
@@ -180,12 +191,16 @@ def _chat_messages(message: Message) -> list[dict[str, object]]:
         text = "messages: tool_use and thinking blocks are the assistant's"
         raise ApiError(400, text, "messages", "invalid_value")
     told: list[dict[str, object]] = [
-        {"role": "tool", "tool_call_id": result.tool_use_id, "content": _text(result.content)}
-        for result in results
+        {"role": "tool", "tool_call_id": result.tool_use_id, "content": _told(result)} for result in results
     ]
     if texts or not told:
         told.append({"role": "user", "content": "".join(texts)})
     return told
+
+
+def _told(result: ToolResultBlock) -> str:
+    text = _text(result.content)
+    return f"Error: {text}" if result.is_error and not text.lower().startswith("error") else text
 
 
 def _chat_call(call: ToolUseBlock) -> dict[str, object]:

@@ -147,4 +147,16 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedList(Body):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(Body):
+    """Some of the tools: the others are as if they were not there."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedList
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools

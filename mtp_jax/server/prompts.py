@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from mtp_jax.request import EngineRequest, SamplingParams, expand_request
+from mtp_jax.server.conversation import OpenEnd, PromptFields
 from mtp_jax.server.errors import ApiError
 from mtp_jax.server.interface import EngineCore
 from mtp_jax.server.messages import ChatMessage
@@ -14,7 +15,6 @@ from mtp_jax.server.structured import compile_grammar
 from mtp_jax.server.turns import Dialect, Turn, TurnPlan, plan_turn
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat has none
-_TEMPLATE_NAMES = {"self", "messages", "tools", "add_generation_prompt", "documents"}  # set by the server
 _INLINE_CHARACTERS = 1024  # more are rendered and tokenized off the event loop
 _MESSAGE_CHARACTERS = 32  # what a message costs a template besides its content
 
@@ -57,20 +57,23 @@ async def _off_loop[T](num_characters: int, work: Callable[[], T]) -> T:
 
 async def render_chat(
     engine: EngineCore,
-    messages: list[ChatMessage],
-    add_generation_prompt: bool,
-    kwargs: dict[str, object] | None,
-    tools: Sequence[dict[str, object]] | None = None,
-) -> str:
-    """The chat template's text. Raises InvalidRequestError where the template refuses the messages."""
-    for name in sorted(_TEMPLATE_NAMES & set(kwargs or ())):
-        message = f"chat_template_kwargs: got {name!r}; expected names that the server does not set itself"
-        raise ApiError(400, message, "chat_template_kwargs", "invalid_value")
-    plain = [message.as_template_message() for message in messages]
-    variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | (kwargs or {})
+    messages: Sequence[ChatMessage],
+    fields: PromptFields,
+    tools: Sequence[dict[str, object]] | None,
+) -> tuple[str, str | None]:
+    """The chat template's text, and the part of the last message that is its end, if that goes on.
+
+    Raises:
+      InvalidRequestError: the template refuses the messages.
+      ApiError: 400, the last message cannot go on.
+    """
+    end = OpenEnd(messages) if fields.continue_final_message else None
+    plain = [message.as_template_message() for message in (messages if end is None else end.messages)]
+    variables = fields.template_variables | {"tools": tools}
     work = functools.partial(engine.tokenizer.apply_chat_template, plain, **variables)  # pyright: ignore
     size = sum(_MESSAGE_CHARACTERS + message.num_characters for message in messages)
-    return await _off_loop(size + sum(len(str(tool)) for tool in tools or ()), work)
+    text = await _off_loop(size + sum(len(str(tool)) for tool in tools or ()), work)
+    return (text, None) if end is None else (end.cut(text), end.said)
 
 
 def check_token_ids(engine: EngineCore, ids: list[int], param: str) -> None:
@@ -148,10 +151,8 @@ async def chat_text(engine: EngineCore, body: ChatBody, dialect: Dialect) -> tup
     plan = plan_turn(
         dialect, body.tools or (), body.tool_choice, body.parallel_tool_calls, has_grammar=body.has_grammar
     )
-    text = await render_chat(
-        engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs, plan.tools
-    )
-    return plan.begin(text)
+    text, said = await render_chat(engine, body.messages, body, plan.tools)
+    return plan.begin(text, said)
 
 
 async def chat_requests(

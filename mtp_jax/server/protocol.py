@@ -12,8 +12,9 @@ from pydantic_core import PydanticCustomError
 
 from mtp_jax.request import MAX_CHOICES_OF_A_PROMPT, MAX_LOGPROBS, GrammarSpec, SamplingParams
 from mtp_jax.server.body import Body, invalid
+from mtp_jax.server.conversation import Messages, PromptFields
 from mtp_jax.server.errors import ApiError
-from mtp_jax.server.messages import MAX_TOOLS, ChatMessage, Tool, ToolChoice
+from mtp_jax.server.messages import ToolChoice
 from mtp_jax.server.structured import ResponseFormat, StructuredOutputs, TextFormat, spec_of_format
 
 MAX_STOP_STRINGS = 16
@@ -27,7 +28,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -40,7 +40,6 @@ _CHAT = (
     "functions",
     "modalities",
     "prediction",
-    "reasoning_effort",
     "verbosity",
     "web_search_options",
 )
@@ -67,6 +66,14 @@ def check_neutral(value: object, info: ValidationInfo) -> object:
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool = False  # every chunk says what its choice has so far
+
+    @field_validator("continuous_usage_stats")
+    @classmethod
+    def _continuous(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not info.data.get("include_usage"):
+            raise invalid("false unless include_usage is true")
+        return value
 
 
 class SamplingBody(Body):
@@ -177,6 +184,10 @@ class SamplingBody(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
     def has_grammar(self) -> bool:
         return self.structured_outputs is not None or not isinstance(self.response_format, TextFormat | None)
 
@@ -262,17 +273,14 @@ class CompletionBody(SamplingBody):
         return as_prompts(value)
 
 
-class ChatBody(SamplingBody):
+class ChatBody(PromptFields, SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, object] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     audio: object = None
@@ -280,7 +288,6 @@ class ChatBody(SamplingBody):
     functions: object = None
     modalities: object = None
     prediction: object = None
-    reasoning_effort: object = None
     verbosity: object = None
     web_search_options: object = None
 
@@ -298,20 +305,6 @@ class ChatBody(SamplingBody):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @field_validator("tools", mode="after")
-    @classmethod
-    def _tools(cls, value: list[Tool] | None) -> list[Tool] | None:
-        if value is not None and len(value) > MAX_TOOLS:
-            raise invalid(f"at most {MAX_TOOLS} tools")
-        return value
-
-    @field_validator("messages", mode="after")
-    @classmethod
-    def _messages(cls, value: list[ChatMessage]) -> list[ChatMessage]:
-        if not value:
-            raise invalid("at least one message")
-        return value
 
 
 def chat_body(fields: dict[str, object], format_field: str) -> ChatBody:
@@ -335,16 +328,14 @@ def chat_body(fields: dict[str, object], format_field: str) -> ChatBody:
         raise ApiError(400, f"{where}: {first['msg']}", where, "invalid_value") from None
 
 
-class TokenizeBody(Body):
-    """POST /tokenize: one of `prompt` and `messages`."""
+class TokenizeBody(PromptFields):
+    """POST /tokenize: one of `prompt` and `messages`, of which chat would make the same prompt."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
-    chat_template_kwargs: dict[str, object] | None = None
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:

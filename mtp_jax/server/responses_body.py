@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from mtp_jax.server.body import Body, invalid
+from mtp_jax.server.conversation import Effort
 from mtp_jax.server.messages import MAX_TOOLS, FunctionName
 from mtp_jax.server.protocol import ChatBody, chat_body
 from mtp_jax.server.structured import JsonObjectFormat, JsonSchema, TextFormat
@@ -84,6 +85,20 @@ class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
+class AllowedChoice(Body):
+    """Chat's `allowed_tools`, one level less deep."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedChoice] = Field(min_length=1)
+
+
+class ReasoningOptions(Body):
+    effort: Effort | None = None
+    summary: None = None  # reasoning comes as it is
+    generate_summary: None = None
+
+
 class TextOptions(Body):
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
 
@@ -111,9 +126,11 @@ class ResponsesBody(Body):
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     # Only the values that need no state, and no feature that is missing here.
     background: Literal[False] | None = None
     include: list[None] | None = None
@@ -146,7 +163,10 @@ class ResponsesBody(Body):
     def as_chat(self) -> ChatBody:
         choice: object = self.tool_choice
         if isinstance(choice, NamedChoice):
-            choice = {"type": "function", "function": {"name": choice.name}}
+            choice = _chat_choice(choice)
+        elif isinstance(choice, AllowedChoice):
+            listed = {"mode": choice.mode, "tools": [_chat_choice(tool) for tool in choice.tools]}
+            choice = {"type": choice.type, "allowed_tools": listed}
         return chat_body(
             {
                 "model": self.model,
@@ -157,6 +177,8 @@ class ResponsesBody(Body):
                 "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
                 "tool_choice": choice,
                 "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+                "chat_template_kwargs": self.chat_template_kwargs,
                 "response_format": None if self.text is None else self.text.as_chat(),
             },
             format_field="text.format",
@@ -215,6 +237,10 @@ def _turn(
     if not (messages and messages[-1]["role"] == "assistant" and can_go_on(messages[-1])):
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
+
+
+def _chat_choice(choice: NamedChoice) -> dict[str, object]:
+    return {"type": choice.type, "function": {"name": choice.name}}
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, object]:

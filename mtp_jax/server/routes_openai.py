@@ -35,6 +35,8 @@ class OpenAINarrator:
         self._num_choices = len(submission.requests)
         self._num_speculative_tokens = core.config.num_speculative_tokens
         self._extra = {"usage": None} if body.include_usage else {}
+        self._made = [0] * self._num_choices  # tokens of each choice so far
+        self._num_prompt_tokens = [len(request.prompt_token_ids) for request in submission.requests]
         self._details = Details(core.tokenizer, body, submission.requests)
 
     def _metrics(self, tally: Tally) -> dict:
@@ -43,14 +45,23 @@ class OpenAINarrator:
         detailed = self._spec_metrics == "detailed"
         return {"metrics": tally.metrics(self._num_speculative_tokens, detailed)}
 
+    def _beside(self, index: int) -> dict:
+        """What a chunk of a choice has besides its choices."""
+        if not self._body.continuous_usage:
+            return self._extra
+        prompt, made = self._num_prompt_tokens[index], self._made[index]
+        usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        return {"usage": usage}
+
     def whole(self, tally: Tally) -> dict:
         return self._details.whole(self._envelope.full(tally, self._metrics(tally)), tally)
 
     def opening(self) -> list[str]:
-        return [event(chunk) for chunk in self._envelope.opening(self._num_choices, self._extra)]
+        return [event(chunk) for chunk in self._envelope.opening(self._num_choices, self._beside(0))]
 
     def increment(self, index: int, output: RequestOutput) -> list[str]:
-        chunks = self._envelope.chunks(index, output, self._extra)
+        self._made[index] += len(output.token_ids)
+        chunks = self._envelope.chunks(index, output, self._beside(index))
         return [event(chunk) for chunk in self._details.chunks(chunks, index, output)]
 
     def closing(self, tally: Tally) -> list[str]:

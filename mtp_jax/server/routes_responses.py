@@ -73,6 +73,7 @@ class ResponsesNarrator:
             "parallel_tool_calls": self._body.parallel_tool_calls is not False,
             "temperature": 1.0 if self._body.temperature is None else self._body.temperature,
             "top_p": 1.0 if self._body.top_p is None else self._body.top_p,
+            "reasoning": {"effort": self._body.reasoning and self._body.reasoning.effort, "summary": None},
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",

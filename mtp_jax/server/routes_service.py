@@ -62,9 +62,8 @@ def service_routes(engine: AsyncEngine, metrics: ServerMetrics) -> APIRouter:
         core = engine.engine
         check_model(core, body.model)
         if body.messages is not None:
-            text = await render_chat(
-                core, body.messages, body.add_generation_prompt, body.chat_template_kwargs
-            )
+            tools = [tool.as_template_tool() for tool in body.tools or ()] or None
+            text, _ = await render_chat(core, body.messages, body, tools)
         else:
             text = body.prompt or ""
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens

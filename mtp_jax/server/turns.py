@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from mtp_jax.request import GrammarSpec
 from mtp_jax.server.errors import ApiError
 from mtp_jax.server.interface import EngineCore
-from mtp_jax.server.messages import NamedTool, Tool, ToolChoice
+from mtp_jax.server.messages import AllowedTools, NamedTool, Tool, ToolChoice
 from mtp_jax.text.turn.choose import reasoning_parser, tool_call_parser
 from mtp_jax.text.turn.formats import FORMATS, JSON, JSON_CALLS, call_grammar, opening
 from mtp_jax.text.turn.parser import END_THINK, THINK, TurnParser
@@ -49,6 +50,7 @@ class TurnPlan:
       parser: the tool call parser, or None where no call is looked for.
       opening: text that the turn is begun with for the model, so that it cannot but call.
       inside_reasoning: the prompt ends with reasoning that it has opened.
+      goes_on: the prompt ends within a turn, and what is made is the rest of it.
       has_grammar: the text is held to a grammar from its first token: there is no reasoning.
       grammar: the one that a strict function's call has to fit.
     """
@@ -60,15 +62,25 @@ class TurnPlan:
     opening: str = ""
     only_one: bool = False
     inside_reasoning: bool = False
+    goes_on: bool = False
     has_grammar: bool = False
     grammar: GrammarSpec | None = None
 
-    def begin(self, prompt: str) -> tuple[str, "TurnPlan"]:
-        """The prompt with the turn begun, and the plan that knows how it ends."""
-        inside = self.reasoning and prompt.rstrip().endswith(THINK)
+    def begin(self, prompt: str, said: str | None = None) -> tuple[str, "TurnPlan"]:
+        """The prompt with the turn begun, and the plan that knows how it ends.
+
+        Args:
+          said: what the turn has already, at the end of the prompt; None where it is new.
+        """
+        if said is None:
+            inside = self.reasoning and prompt.rstrip().endswith(THINK)
+        else:
+            inside = self.reasoning and said.rfind(THINK) > said.rfind(END_THINK)
         if inside and (self.opening or self.has_grammar):
             return f"{prompt}{END_THINK}\n\n{self.opening.lstrip()}", self
-        return prompt + self.opening, dataclasses.replace(self, inside_reasoning=inside)
+        thinks = self.reasoning if said is None else inside
+        plan = dataclasses.replace(self, reasoning=thinks, inside_reasoning=inside, goes_on=said is not None)
+        return prompt + self.opening, plan
 
     def marks(self) -> set[str]:
         """What the parsers look for in the text."""
@@ -85,6 +97,7 @@ class TurnPlan:
             self.parser,
             self.schemas,
             self.only_one,
+            self.goes_on,
         )
         return Turn(parser, self.opening)
 
@@ -101,13 +114,15 @@ def plan_turn(
     names = [tool.function.name for tool in tools]
     if len(set(names)) != len(names):
         raise ApiError(400, "tools: expected functions with different names", "tools", "invalid_value")
-    if not tools and (choice == "required" or isinstance(choice, NamedTool)):
+    if not tools and choice not in (None, AUTO, NONE):
         raise ApiError(400, "tool_choice: there are no tools to choose from", "tool_choice", "invalid_value")
     if not tools or choice == NONE:
         return TurnPlan(reasoning=dialect.reasoning, has_grammar=has_grammar)
     if dialect.tools is None:
         message = "tools: this model's chat template knows no tools, and the server has no --tool-call-parser"
         raise ApiError(400, message, "tools", "unsupported_parameter")
+    tools, choice = _allowed(tools, choice)
+    names = [tool.function.name for tool in tools]
     wanted = choice.function.name if isinstance(choice, NamedTool) else None
     if wanted is not None and wanted not in names:
         message = f"tool_choice: got {wanted!r}; expected one of {', '.join(names)}"
@@ -126,6 +141,23 @@ def plan_turn(
         has_grammar=has_grammar,
         grammar=_strict_call(dialect.tools, tools, wanted, forced=forced),
     )
+
+
+def _allowed(
+    tools: Sequence[Tool], choice: ToolChoice | None
+) -> tuple[Sequence[Tool], Literal["none", "auto", "required"] | NamedTool | None]:
+    """The tools that may be called, and the choice among them. The others are not shown to the model."""
+    if not isinstance(choice, AllowedTools):
+        return tools, choice
+    listed, names = choice.allowed_tools, [tool.function.name for tool in tools]
+    for named in listed.tools:
+        if named.function.name not in names:
+            message = (
+                f"tool_choice.allowed_tools.tools: got {named.function.name!r}; expected names of tools: "
+            )
+            raise ApiError(400, message + ", ".join(names), "tool_choice", "invalid_value")
+    allowed = {named.function.name for named in listed.tools}
+    return [tool for tool in tools if tool.function.name in allowed], listed.mode
 
 
 def _strict_call(

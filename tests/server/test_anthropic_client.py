@@ -146,7 +146,7 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"extra_body": {"temperature": -1}}, "temperature"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": " "}]}, "text alone"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "assistant"),
         ({"tools": [TOOL, TOOL]}, "different names"),

@@ -15,10 +15,10 @@ class _Thoughts:
     Reasoning is what comes between `<think>` and `</think>` at the beginning.
     """
 
-    def __init__(self, inside: bool):
+    def __init__(self, inside: bool, goes_on: bool = False):
         self._state = "reasoning" if inside else "start"
         self._held = ""
-        self._trim = inside  # white space that comes now is dropped
+        self._trim = inside and not goes_on  # white space that comes now is dropped
 
     def push(self, text: str) -> tuple[str, str]:
         """The reasoning and the answer that are now certain."""
@@ -70,6 +70,7 @@ class TurnParser:
       tools: how calls are written: a name of `FORMATS` or `json`; None leaves them in the content.
       schemas: of the functions' arguments.
       only_one: drop every call after the first.
+      goes_on: the text is the rest of a turn: white space at its beginning is part of it.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class TurnParser:
         tools: str | None = None,
         schemas: Schemas | None = None,
         only_one: bool = False,
+        goes_on: bool = False,
     ):
-        self._thoughts = _Thoughts(inside_reasoning) if reasoning else None
+        self._thoughts = _Thoughts(inside_reasoning, goes_on) if reasoning else None
         self._calls: CallStream | None = None
         if tools is not None:
             self._calls = JsonCalls() if tools == JSON else MarkedCalls(FORMATS[tools], schemas or {})
