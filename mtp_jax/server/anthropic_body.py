@@ -10,7 +10,7 @@ from mtp_jax.server.errors import ApiError
 from mtp_jax.server.messages import MAX_TOOLS, FunctionName
 from mtp_jax.server.protocol import MAX_STOP_STRINGS, ChatBody, chat_body
 
-FORMAT_FIELD = "output_config.format"  # chat's response_format
+_NAMES = {"response_format": "output_config.format"}  # of chat's fields
 
 
 class _Block(Body):
@@ -135,7 +135,7 @@ class CountBody(Body):
         return fields
 
     def as_chat(self) -> ChatBody:
-        return chat_body(self._chat_fields(), FORMAT_FIELD)
+        return chat_body(self._chat_fields(), _NAMES)
 
 
 class MessagesBody(CountBody):
@@ -161,7 +161,7 @@ class MessagesBody(CountBody):
     def as_chat(self) -> ChatBody:
         names = ("max_tokens", "temperature", "top_p", "top_k")
         fields = {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences or None}
-        return chat_body(self._chat_fields() | fields, FORMAT_FIELD)
+        return chat_body(self._chat_fields() | fields, _NAMES)
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -5,6 +5,7 @@ they may have the value that changes nothing, and any other is refused by name.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
@@ -307,23 +308,23 @@ class ChatBody(PromptFields, SamplingBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def chat_body(fields: dict[str, object], format_field: str) -> ChatBody:
+def chat_body(fields: dict[str, object], names: Mapping[str, str]) -> ChatBody:
     """A chat request that another protocol's request comes to.
 
     Args:
       fields: chat's.
-      format_field: what that protocol calls `response_format`, for errors.
+      names: what that protocol calls chat's fields, for errors; `response_format` is among them.
 
     Raises:
       ApiError: 400, where it is none.
     """
     try:
         body = ChatBody.model_validate(fields)
-        body._format_field = format_field
+        body._format_field = names["response_format"]
         return body
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        parts = [format_field if part == "response_format" else str(part) for part in first["loc"]]
+        parts = [names.get(str(part), str(part)) for part in first["loc"]]
         where = ".".join(parts)
         raise ApiError(400, f"{where}: {first['msg']}", where, "invalid_value") from None
 

@@ -181,7 +181,7 @@ class ResponsesBody(Body):
                 "chat_template_kwargs": self.chat_template_kwargs,
                 "response_format": None if self.text is None else self.text.as_chat(),
             },
-            format_field="text.format",
+            {"response_format": "text.format", "messages": "input", "reasoning_effort": "reasoning.effort"},
         )
 
     def _messages(self) -> list[dict[str, object]]:

@@ -228,6 +228,9 @@ def test_responses_say_how_much_to_think(http: httpx.Client) -> None:
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "chat_template_kwargs"
     wrong = http.post("/v1/responses", json=body | {"reasoning": {"effort": "lots"}})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "reasoning.effort"
+    output = [{"type": "function_call_output", "call_id": "x", "output": "y"}]
+    wrong = http.post("/v1/responses", json={"input": output})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "input"
     tools = [{"type": "function", "name": "time"}]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "news"}]}
     wrong = http.post("/v1/responses", json={"input": "a", "tools": tools, "tool_choice": choice})
