@@ -21,7 +21,8 @@ import pytest
 
 NUM_DEVICES = 8
 # XLA:CPU maps the kernels of an executable one by one, and crashes where Linux refuses a process more maps
-# than vm.max_map_count, 65,530 as a rule. The largest file of tests adds some 10,000.
+# than vm.max_map_count, 65,530 as a rule. What CI runs of a file adds some 10,000 at most; slow tests, which
+# are many in a file and cache engines for one another, are looked at one by one.
 MOST_MAPS = 30_000
 
 
@@ -62,18 +63,29 @@ def forget(module: types.ModuleType) -> None:
             clear()
 
 
+def forget_everything() -> None:
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("tests."):
+            forget(module)
+    jax.clear_caches()
+    gc.collect()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _executables_end_with_their_module(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     forget(request.module)
     gc.collect()
     if num_maps() > MOST_MAPS:  # what modules share is made again, too
-        for name, module in tuple(sys.modules.items()):
-            if name.startswith("tests."):
-                forget(module)
-        jax.clear_caches()
-        gc.collect()
+        forget_everything()
         assert num_maps() < MOST_MAPS, "something holds executables of modules that have ended"
+
+
+@pytest.fixture(autouse=True)
+def _slow_tests_leave_room(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if request.node.get_closest_marker("slow") is not None and num_maps() > MOST_MAPS:
+        forget_everything()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

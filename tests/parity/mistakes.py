@@ -159,7 +159,7 @@ def embed_no_drafts(patch: Patch) -> None:
 
     def wrong(self: Ring, state, leaving):
         flight, embedded = rebuild(self, state, leaving)
-        return flight, embedded.at[:, 1:].set(0)
+        return flight, dataclasses.replace(embedded, x=embedded.x.at[:, 1:].set(0))
 
     patch.setattr(Ring, "_rebuild", wrong)
 
@@ -193,11 +193,9 @@ def lose_indices(patch: Patch) -> None:
     """22: chosen positions do not go along to the next stage: it finds what was there before."""
     pass_on = Ring._pass_on
 
-    def wrong(self: Ring, state, rows, lane_rows, embedded):
-        def stale(carry):
-            return carry and dataclasses.replace(carry, indices=jnp.zeros_like(carry.indices))
-
-        return pass_on(self, state, stale(rows), stale(lane_rows), embedded)
+    def wrong(self: Ring, state, carry, embedded):
+        stale = dataclasses.replace(carry, indices=jnp.zeros_like(carry.indices))
+        return pass_on(self, state, stale, embedded)
 
     patch.setattr(Ring, "_pass_on", wrong)
 
@@ -207,7 +205,7 @@ def number_index_caches_globally(patch: Patch) -> None:
     select = latent.select
 
     def wrong(self: PagedAttention, q, weights, key, cache, topk):
-        if STAGE not in jax.typeof(cache).vma:  # the module's, which is on all devices
+        if STAGE not in jax.typeof(cache).manual_axis_type.varying:  # the module's, which is on all devices
             return right(self, q, weights, key, cache, topk)
         (written,) = self._written((cache,), (key,))
         first = jax.lax.axis_index(STAGE) == 0

@@ -19,7 +19,7 @@ from mtp_jax.errors import InvalidValueError
 from tests.parity import mistakes
 from tests.parity.mistakes import Mistake
 from tests.parity.rig import Job, blueprint, greedy, make_engine, renew, run_jobs, tokens_of
-from tests.parity.test_trained import FEW, FORGOTTEN, LEAST_ACCEPTED, SHORT
+from tests.parity.test_trained import FEW, FORGOTTEN, FORGOTTEN_BY, LEAST_ACCEPTED, SHORT
 from tests.parity.trained import NAMES, SIZES, K, build, checkpoint, engine_of, held_out, serve
 
 SLOW = pytest.mark.slow
@@ -120,7 +120,7 @@ def test_drafts_are_as_good_as_at_one_stage(
     promised = accepted(engine_of(name, 2))
     assert promised >= LEAST_ACCEPTED and promised == accepted(engine_of(name))
     mistake(monkeypatch)
-    assert accepted(build(name, 2)) < FORGOTTEN * promised
+    assert accepted(build(name, 2)) < FORGOTTEN_BY.get(mistake, FORGOTTEN) * promised
 
 
 def owners_that_follow(engine: Engine, waits: range) -> list[list[int]]:
