@@ -1,7 +1,6 @@
 """One call from its submission to its last byte, in whatever protocol the client speaks."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -14,7 +13,7 @@ from mtp_jax.request import RequestOutput
 from mtp_jax.server.async_engine import Submission
 from mtp_jax.server.errors import ApiError, as_api_error
 from mtp_jax.server.middleware import request_id
-from mtp_jax.server.responses import Tally
+from mtp_jax.server.responses import Tally, to_json
 from mtp_jax.server.streaming import EventStream, unless_disconnected
 
 log = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class Exchange:
         return await asyncio.to_thread(self._written)
 
     def _written(self) -> str:
-        return json.dumps(self._narrator.whole(self._tally), ensure_ascii=False)
+        return to_json(self._narrator.whole(self._tally), (", ", ": "))
 
     async def _events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error on the way is told at the end."""

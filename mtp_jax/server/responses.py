@@ -12,9 +12,19 @@ from mtp_jax.text.turn.parts import Call, Content, Part, Reasoning
 DONE = "data: [DONE]\n\n"
 
 
+def to_json(payload: dict, separators: tuple[str, str] = (",", ":")) -> str:
+    """JSON that UTF-8 can carry: an answer may repeat half a surrogate pair of its request, as an escape."""
+    text = json.dumps(payload, ensure_ascii=False, separators=separators)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(payload, separators=separators)
+    return text
+
+
 def event(payload: dict) -> str:
     """One server-sent event."""
-    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {to_json(payload)}\n\n"
 
 
 @dataclasses.dataclass

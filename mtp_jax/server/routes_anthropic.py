@@ -13,13 +13,13 @@ from mtp_jax.server.bodies import BoundedRoute
 from mtp_jax.server.errors import ApiError
 from mtp_jax.server.exchange import Exchange
 from mtp_jax.server.prompts import chat_requests, chat_text, check_model, encode
-from mtp_jax.server.responses import Tally
+from mtp_jax.server.responses import Tally, to_json
 from mtp_jax.server.turns import ParserOptions, Segments, Turn, resolved
 from mtp_jax.text.turn.parts import Call, Content, Part, Reasoning
 
 
 def _event(payload: dict) -> str:
-    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    text = to_json(payload)
     return f"event: {payload['type']}\ndata: {text}\n\n"
 
 

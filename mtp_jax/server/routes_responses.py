@@ -1,6 +1,5 @@
 """POST /v1/responses: OpenAI's newer API, without its memory."""
 
-import json
 import time
 import uuid
 
@@ -14,7 +13,7 @@ from mtp_jax.server.errors import ApiError
 from mtp_jax.server.exchange import Exchange
 from mtp_jax.server.interface import EngineCore
 from mtp_jax.server.prompts import chat_requests, check_model
-from mtp_jax.server.responses import Tally
+from mtp_jax.server.responses import Tally, to_json
 from mtp_jax.server.responses_body import ResponsesBody
 from mtp_jax.server.turns import ParserOptions, Segments, Turn, resolved
 from mtp_jax.text.turn.parts import Call, Content, Part, Reasoning
@@ -114,7 +113,7 @@ class ResponsesNarrator:
     def _event(self, kind: str, **fields: object) -> str:
         payload = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+        text = to_json(payload)
         return f"event: {kind}\ndata: {text}\n\n"
 
     def opening(self) -> list[str]:

@@ -266,3 +266,16 @@ def test_a_tools_error_is_told() -> None:
     assert told(content="404", is_error=True) == "Error: 404"
     assert told(content="Error 404", is_error=True) == "Error 404"
     assert told(content=[{"type": "text", "text": "no"}], is_error=True) == "Error: no"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_that_is_repeated(http: httpx.Client, stream: bool) -> None:
+    """/v1/responses answers with what it was asked: also what UTF-8 cannot carry."""
+    tool = {"type": "function", "name": "time", "description": "\ud800"}
+    body = {"input": "a", "metadata": {"a": "\udfff"}, "tools": [tool], "tool_choice": "none"}
+    content = json.dumps(body | {"max_output_tokens": 2, "stream": stream})
+    answer = http.post("/v1/responses", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
+    told = json.loads(last)["response"] if stream else json.loads(last)
+    assert told["metadata"] == {"a": "\udfff"} and told["tools"][0]["description"] == "\ud800"
