@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.settings import setting
 from mtp_jax.bench.acceptance import SpeculationCounts, from_engine
 from mtp_jax.bench.circumstances import circumstances, load_average
 from mtp_jax.errors import InvalidValueError
@@ -155,11 +156,6 @@ def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _setting(text: str) -> tuple[str, int | str]:
-    name, _, value = text.partition("=")
-    return name.replace("-", "_"), int(value) if value.lstrip("-").isdigit() else value
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -175,7 +171,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-model-len", type=int, default=1024, help="context that the engine is built for"
     )
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--set", type=_setting, action="append", default=[], metavar="FIELD=VALUE",
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="FIELD=VALUE",
                         help="any other field of EngineConfig, such as max_num_seqs=100")  # fmt: skip
     parser.add_argument("--warm-up", action="store_true", help="run everything once before it is timed")
     parser.add_argument("--compile-cache", help="folder for compiled programs, or `off`")

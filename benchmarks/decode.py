@@ -30,6 +30,7 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.device_profile import busy_us, profile
+from benchmarks.settings import setting
 from mtp_jax.bench.circumstances import circumstances, load_average
 from mtp_jax.engine.build import Blueprint, construct, draw_blueprint
 from mtp_jax.engine.engine import Engine
@@ -288,11 +289,6 @@ def _integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _setting(text: str) -> tuple[str, int | str]:
-    name, _, value = text.partition("=")
-    return name.replace("-", "_"), int(value) if value.lstrip("-").isdigit() else value
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -308,7 +304,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-model-len", type=int, default=1024, help="context that the engine is built for"
     )
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--set", type=_setting, action="append", default=[], metavar="FIELD=VALUE",
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="FIELD=VALUE",
                         help="any other field of EngineConfig, such as page_size=32")  # fmt: skip
     parser.add_argument("--repeat", type=int, default=3, help="timed runs; the fastest is shown")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")

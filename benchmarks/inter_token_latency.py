@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.settings import setting
 from mtp_jax.bench.circumstances import circumstances, load_average
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import InvalidValueError
@@ -153,11 +154,6 @@ def table(phases: Phases) -> str:
     return "\n".join(lines)
 
 
-def _setting(text: str) -> tuple[str, int | str]:
-    name, _, value = text.partition("=")
-    return name.replace("-", "_"), int(value) if value.lstrip("-").isdigit() else value
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -172,7 +168,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=8000, help="of a prompt")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--compile-cache", help="folder for compiled programs, or `off`")
-    parser.add_argument("--set", type=_setting, action="append", default=[], metavar="FIELD=VALUE",
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="FIELD=VALUE",
                         help="any other field of EngineConfig, such as prefill_chunk=64")  # fmt: skip
     args = parser.parse_args(argv)
     args.set = [("max_rounds", 1), *args.set]

@@ -122,7 +122,6 @@ def plan_turn(
         message = "tools: this model's chat template knows no tools, and the server has no --tool-call-parser"
         raise ApiError(400, message, "tools", "unsupported_parameter")
     tools, choice = _allowed(tools, choice)
-    names = [tool.function.name for tool in tools]
     wanted = choice.function.name if isinstance(choice, NamedTool) else None
     if wanted is not None and wanted not in names:
         message = f"tool_choice: got {wanted!r}; expected one of {', '.join(names)}"

@@ -59,7 +59,7 @@ class Screen:
         """Ctrl-C at the prompt, once the chat waits for keys.
 
         CPython's readline loses a signal that comes after it has shown the prompt and before its `select`:
-        microseconds for a person, a second on a machine with more processes than cores.
+        microseconds, or longer on a machine with more processes than cores.
         """
         state = Path(f"/proc/{process.pid}/stat")
         while state.exists() and state.read_text().rpartition(") ")[2][0] != "S":
